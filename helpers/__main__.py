@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 import traceback
+from typing import Any
 
 from helpers.command_line import Parser, is_failed_output, open_closed_streams, status_of_failed_output
 
@@ -30,6 +31,29 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         description="World Size One's chapters as scripts for torchrun.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    add_commands(commands)
+
+    flags: list[str] = []
+    runs_a_script = bool(arguments) and arguments[0] in WITH_FLAGS
+    if runs_a_script and "--" in arguments:
+        dashes = arguments.index("--")
+        flags = arguments[dashes + 1 :]
+        arguments = arguments[:dashes]
+    args, unrecognized = parser.parse_known_args(arguments)
+    if args.command in WITH_FLAGS:
+        # These commands have an argument `flags`, for their help alone: the script's flags were taken off above. What
+        # argparse has put there was written without the two dashes.
+        without_dashes = [*unrecognized, *args.flags]
+        if without_dashes:
+            message = f"put two dashes before the script's flags: -- {' '.join(without_dashes)}"
+            commands.choices[args.command].error(message)
+    elif unrecognized:
+        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unrecognized)}")
+    return args, flags
+
+
+def add_commands(commands: Any) -> None:
+    """Add all commands with their arguments. ``commands`` is what argparse's ``add_subparsers`` has returned."""
     chapters.add_commands(commands)
 
     command = commands.add_parser("rehearse", help="run a script's GPU path on pretended GPUs of this machine")
@@ -48,28 +72,11 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     command.set_defaults(main=lambda args, flags: planner.main(args))
     planner.add_arguments(command)
 
-    flags: list[str] = []
-    if arguments and arguments[0] in WITH_FLAGS and "--" in arguments:
-        dashes = arguments.index("--")
-        flags = arguments[dashes + 1 :]
-        arguments = arguments[:dashes]
-    args, unrecognized = parser.parse_known_args(arguments)
-    if args.command in WITH_FLAGS:
-        # These commands have an argument `flags`, for their help alone: the script's flags were taken off above. What
-        # argparse has put there was written without the two dashes.
-        without_dashes = [*unrecognized, *args.flags]
-        if without_dashes:
-            message = f"put two dashes before the script's flags: -- {' '.join(without_dashes)}"
-            commands.choices[args.command].error(message)
-    elif unrecognized:
-        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unrecognized)}")
-    return args, flags
-
 
 def main(arguments: list[str]) -> int:
     """Run a command line, without the program's name; return its exit status. Wrong usage raises SystemExit(2).
 
-    A command lets an OSError of its output, or of a file that it names, come here: it is a line for all commands.
+    A command need not handle an OSError of its output, or of a file that it names: it becomes a one-line message here.
     """
     open_closed_streams()
     try:
@@ -86,11 +93,11 @@ def main(arguments: list[str]) -> int:
         print("Interrupted.", file=sys.stderr)
         return 130
     try:
-        sys.stdout.flush()  # What a command has printed may be written only now, to a file or a pipe.
+        sys.stdout.flush()  # what a command has printed may be written only now, to a file or a pipe
     except OSError as error:
-        if status == 0:
+        has_failed_before = status != 0  # then the command has said why
+        if not has_failed_before:
             return status_of_failed_output(error)
-        # The command has failed, and has said so already.
     return status
 
 

@@ -85,17 +85,21 @@ def of_bytes(size: float) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> list[str]:
-    """Rows of text as lines with aligned columns: flush left if a column's number is in ``left``, else flush right."""
+    """Rows of a table, each a list of texts, as lines with aligned columns.
+
+    ``left`` has the numbers of the columns that are flush left, from 0; the others are flush right.
+    """
     widths = []
     for column in zip(*rows, strict=True):
         widths.append(max(len(text) for text in column))
     lines = []
     for row in rows:
         cells = []
-        for number, text in enumerate(row):
-            if number in left:
-                cells.append(text.ljust(widths[number]))
+        for column_number, text in enumerate(row):
+            width = widths[column_number]
+            if column_number in left:
+                cells.append(text.ljust(width))
             else:
-                cells.append(text.rjust(widths[number]))
+                cells.append(text.rjust(width))
         lines.append("  ".join(cells).rstrip())
     return lines

@@ -119,27 +119,28 @@ class Counts:
         return kind(message)
 
     def rows(self) -> list[Row]:
-        """All events with their counts, sorted by line."""
+        """All events with their counts, sorted by the line of the script at which they happen."""
         # The first step warms up, so what happens before its end is not counted for the mean of a step.
         steps_after_the_first = len(self.events_at_step) - 1
         rows = []
         for event, count in sorted(self.events.items()):
-            in_steps = 0
-            per_step = 0.0
+            count_in_steps = 0
+            mean_per_step = 0.0
             if steps_after_the_first > 0:
-                in_steps = self.events_at_step[-1][event] - self.events_at_step[0][event]
-                per_step = in_steps / steps_after_the_first
-            rows.append(
-                Row(
-                    line=event.line,
-                    kind=event.kind,
-                    what=event.what,
-                    count=count,
-                    bytes=self.bytes[event],
-                    in_steps=in_steps,
-                    per_step=per_step,
-                )
+                count_until_first_step = self.events_at_step[0][event]
+                count_until_last_step = self.events_at_step[-1][event]
+                count_in_steps = count_until_last_step - count_until_first_step
+                mean_per_step = count_in_steps / steps_after_the_first
+            row = Row(
+                line=event.line,
+                kind=event.kind,
+                what=event.what,
+                count=count,
+                bytes=self.bytes[event],
+                in_steps=count_in_steps,
+                per_step=mean_per_step,
             )
+            rows.append(row)
         return rows
 
 

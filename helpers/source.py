@@ -46,9 +46,10 @@ class Statement:
     def add_names_of(self, scope: CodeType, runs_with_statement: bool) -> set[str]:
         """Add the global names that one code object binds, reads and needs; return those that are names of a class.
 
-        An instruction says by its name where it looks a name up: LOAD_GLOBAL among the global names, and LOAD_NAME,
-        which functions do not have, in the scope that is executed. In a module that are the global names. In the body
-        of a class it is the class, as soon as the body has bound the name there.
+        Each bytecode instruction says by its name where it looks a name up. LOAD_GLOBAL looks among the global names.
+        LOAD_NAME, which functions do not have, looks in the scope that is executed. In a module these are the global
+        names. In the body of a class it is the class, once the body has bound the name there, and before that the
+        global names.
         """
         is_module = scope.co_name == "<module>"
         bound_in_class = set(IMPLICIT_NAMES)
@@ -57,7 +58,8 @@ class Statement:
             if name in ANNOTATION_NAMES:
                 continue
             if instruction.opname in BINDINGS:
-                if is_module or instruction.opname.endswith("_GLOBAL"):
+                binds_global_name = is_module or instruction.opname.endswith("_GLOBAL")
+                if binds_global_name:
                     self.binds.add(name)
                 else:
                     bound_in_class.add(name)
@@ -84,19 +86,21 @@ def compiled(code: str) -> CodeType:
 
 
 def scopes(code: CodeType, is_executed: bool = True) -> Iterator[tuple[CodeType, bool]]:
-    """Yield a code object and all code objects inside it: those of its functions, classes and comprehensions.
+    """Yield (code object, whether it runs as soon as the statement does), for the code object itself and all inside it.
 
-    Each comes with whether it runs as soon as the statement does. The body of a class does, and so does a
-    comprehension, which has a code object of its own up to Python 3.11. The body of a function waits for a call. A
-    lambda is taken to run at once, because it is often called by the statement itself, as a key of sorted() is.
+    Those inside are the bodies of its functions, classes and comprehensions. The body of a class runs with the
+    statement, and so does a comprehension, which has a code object of its own up to Python 3.11. The body of a function
+    waits for a call. A lambda is taken to run at once, because the statement itself often calls it, as sorted() calls
+    its key.
     """
     yield code, is_executed
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            # The compiler sets the flag for functions, lambdas and comprehensions, and not for classes. Lambdas and
-            # comprehensions have names such as <lambda>.
-            is_function = inner.co_flags & inspect.CO_OPTIMIZED and not inner.co_name.startswith("<")
-            yield from scopes(inner, is_executed and not is_function)
+            # The compiler sets this flag for functions, lambdas and comprehensions, and not for classes.
+            has_function_flag = bool(inner.co_flags & inspect.CO_OPTIMIZED)
+            is_lambda_or_comprehension = inner.co_name.startswith("<")  # its name is <lambda>, <listcomp> and so on
+            waits_for_call = has_function_flag and not is_lambda_or_comprehension
+            yield from scopes(inner, is_executed and not waits_for_call)
 
 
 def split(source: str, where: str = "") -> list[Statement]:
@@ -106,25 +110,26 @@ def split(source: str, where: str = "") -> list[Statement]:
     ``where`` names the cell in messages.
     """
     compiled(source)  # this finds errors that ast.parse lets pass, such as a `return` outside a function
-    body = ast.parse(source).body
+    nodes = ast.parse(source).body
     lines = source.split("\n")
-    first_lines = [first_line_of(node) for node in body]
-    next_lines = [*first_lines[1:], len(lines) + 1]  # where the next statement begins, or the text ends
+    first_lines = [first_line_of(node) for node in nodes]
     statements: list[Statement] = []
     last_before = 0  # the number, from 1, of the last line of the statement before
-    # Of a text without a statement there is one "next line" too many, so the lengths may differ.
-    for node, first, next_first in zip(body, first_lines, next_lines, strict=False):
+    for index, node in enumerate(nodes):
+        first = first_lines[index]
         last = node.end_lineno or first
+        shares_last_line = index + 1 < len(nodes) and first_lines[index + 1] <= last  # by a semicolon
+        shares_first_line = first <= last_before
         code = "\n".join(lines[first - 1 : last])
-        if next_first <= last:  # a semicolon and the next statement follow on the last line
+        if shares_last_line:
             code = ast.get_source_segment(source, node) or code
-        elif first <= last_before:  # this is the last statement of a line with semicolons; ast's columns count bytes
-            code = code.encode()[node.col_offset :].decode()
-        above = "\n".join(lines[last_before : first - 1])
+        elif shares_first_line:  # this is the last statement of a line with semicolons
+            code = code.encode()[node.col_offset :].decode()  # ast counts a column in bytes
+        comment_above = "\n".join(lines[last_before : first - 1])
         if isinstance(node, IMPORT) and len(node.names) > 1:
-            statements += statements_of_import(node, above, where)
+            statements += statements_of_import(node, comment_above, where)
         else:
-            statements.append(Statement(node, code, above, where))
+            statements.append(Statement(node, code, comment_above, where))
         last_before = last
     comments_at_end = "\n".join(lines[last_before:])
     if comments_at_end.strip():

@@ -1,7 +1,7 @@
 """``with check_training():`` finds mistakes of distributed training that raise no error. Off unless it is called.
 
-Every rank runs it around its training, in an existing process group. While the first steps run, each rank notes
-checksums of its batches, weights, gradients and buffers, and who called what. At the end the notes of all ranks are
+Every rank runs it around its training, in an existing process group. While the first steps run, each rank records
+checksums of its batches, weights, gradients and buffers, and who called what. At the end the records of all ranks are
 compared. They travel through the group's store, never through a collective: a rank that makes fewer steps than
 another, or that fails, keeps nobody waiting longer than ``patience`` seconds. A finding is reported only if it is
 certain. The file needs PyTorch and the standard library alone, so a script can carry it, or be run by it:
@@ -9,10 +9,10 @@ certain. The file needs PyTorch and the standard library alone, so a script can 
     torchrun --nproc-per-node=2 training_check.py train.py --flags-of-the-script
 
 It is one file because it has to be copied as one. Its parts come in the order of a check: what a user calls, the
-mistakes that it knows, the notes of a rank, the check from beginning to end, what observes a rank (in six parts, with
-the functions that all of them use in front), and the rules that compare the ranks' notes.
+mistakes that it knows, the record of a rank, the check from beginning to end, what observes a rank (in six parts, with
+the functions that all of them use in front), and the rules that compare the ranks' records.
 
-"The reader" is whoever reads the report: the author of the training. A "place" is a line of the author's code.
+"The user" is whoever reads the report: the author of the training script.
 """
 
 import argparse
@@ -69,10 +69,10 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 def check_training(steps: int = 20, patience: float = 30, allow: Iterable[str] = ()) -> Iterator["TrainingCheck"]:
     """A context around a training: it is observed until an optimizer has made ``steps`` steps.
 
-    Enter it on every rank of a process group. Rank 0 reports to stderr as soon as all ranks have made these steps, or
-    at the end of the context, where it waits at most ``patience`` seconds for the other ranks' notes, and 2 seconds
-    after an exception. ``allow``: kinds of findings to leave out; an unknown one raises ValueError. At the end the
-    context's value has the ``findings`` on each rank.
+    Enter it on every rank of a process group. Rank 0 prints a report to stderr as soon as all ranks have made these
+    steps, or at the end of the context. There it waits for the other ranks' records at most ``patience`` seconds, or 2
+    seconds after an exception. ``allow`` names kinds of findings to leave out, such as "drift"; an unknown kind raises
+    ValueError. At the end of the context, ``findings`` of its value is set on each rank.
     """
     check = TrainingCheck(steps, patience, allow)
     check.start()
@@ -88,34 +88,51 @@ def check_training(steps: int = 20, patience: float = 30, allow: Iterable[str] =
 
 
 def main() -> None:
-    """The command: run a script under torchrun as ``__main__``, with its flags, and check its training.
+    """The command: run a script under torchrun as ``__main__``, with its own flags, and check its training.
 
-    It does what ``check_training`` does, but the context cannot be used: the script makes its process group itself, and
-    may end it before the notes are compared.
+    It does what ``check_training`` does, but cannot use that context: the script makes its process group itself, and
+    may end the group before the ranks' records are compared.
     """
+    args = parse_arguments()
+    check = TrainingCheck(args.steps, patience=60, allow=args.allow)
+    # The script finds what it would find if Python itself had been started with it.
+    sys.argv = [args.script, *args.flags]
+    sys.path[0] = os.path.dirname(os.path.abspath(args.script))
+
+    check.start()
+    try:
+        runpy.run_path(args.script, run_name="__main__")
+    finally:
+        check.observer.stop()
+        has_other_ranks = check.observer.record.world_size > 1
+        if has_other_ranks:
+            check.observer.store = connect_to_torchrun_store()
+        check.finish()
+        is_rank_0 = check.observer.record.rank == 0
+        if args.json and is_rank_0:
+            write_findings(check.findings or [], args.json)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the flags of the command, the script to run, and the script's own flags from the command line."""
     parser = argparse.ArgumentParser(description="Run a script under torchrun, and look for mistakes without errors.")
     parser.add_argument("--steps", type=int, default=200, help="steps of an optimizer to observe (default: 200)")
     parser.add_argument("--allow", action="append", default=[], metavar="KIND", help="a kind of finding to leave out")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings there, too")
     parser.add_argument("script", help="the script; its own flags follow")
     parser.add_argument("flags", nargs=argparse.REMAINDER)
-    args = parser.parse_args()
-    check = TrainingCheck(args.steps, patience=60, allow=args.allow)
-    sys.argv = [args.script, *args.flags]
-    sys.path[0] = os.path.dirname(os.path.abspath(args.script))  # as if Python had been given the script
-    check.start()
-    try:
-        runpy.run_path(args.script, run_name="__main__")
-    finally:
-        check.observer.stop()
-        if check.observer.record.world_size > 1:
-            # The script may have ended its process group, and its store with it. torchrun's store is still there.
-            torchrun_store, _, _ = next(dist.rendezvous("env://"))  # the other two are the rank and the world size
-            check.observer.store = torchrun_store
-        check.finish()
-        if args.json and check.observer.record.rank == 0:
-            findings = [asdict(found) for found in check.findings or []]
-            args.json.write_text(json.dumps(findings, indent=1))
+    return parser.parse_args()
+
+
+def connect_to_torchrun_store() -> dist.Store:
+    """Connect to the store that torchrun serves. It is still there when the script has ended its process group."""
+    store, _, _ = next(dist.rendezvous("env://"))  # the other two are the rank and the world size
+    return store
+
+
+def write_findings(findings: Sequence["Finding"], path: Path) -> None:
+    """Write the findings to a JSON file, as a list of objects."""
+    path.write_text(json.dumps([asdict(finding) for finding in findings], indent=1))
 
 
 # --- the kinds of mistakes --------------------------------------------------------------------------------------------
@@ -126,7 +143,7 @@ def main() -> None:
 class Kind:
     """What is wrong, how to repair it, and the section of the book that explains it.
 
-    A note is reported too, but many programs do it on purpose, so it does not make a check fail.
+    A note is a kind that is reported, but does not make a check fail, because many programs do it on purpose.
     """
 
     title: str
@@ -263,8 +280,8 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class Place:
-    """A line of the reader's own code."""
+class CodeLine:
+    """A line of the user's own code."""
 
     file: str
     line: int
@@ -284,27 +301,28 @@ class Finding:
     is_note: bool = False
 
 
-def finding(kind: str, place: Place, ranks: Iterable[int], sentence: str) -> Finding:
-    """A finding of one of KINDS, at a line of the reader's code, on these ranks.
+def make_finding(kind: str, code_line: CodeLine, ranks: Iterable[int], sentence: str) -> Finding:
+    """The Finding that a mistake of this kind was made at a line of the user's code, on these ranks.
 
-    ``sentence`` says what is wrong there. The cure and the page are those of the kind.
+    ``kind`` is a key of KINDS, such as "drift", from which the cure and the page come. ``sentence`` says what exactly
+    is wrong: "The weights differ after step 2."
     """
-    known = KINDS[kind]
+    known_kind = KINDS[kind]
     return Finding(
         kind=kind,
-        file=place.file,
-        line=place.line,
+        file=code_line.file,
+        line=code_line.line,
         ranks=tuple(sorted(ranks)),
         sentence=sentence,
-        cure=known.cure,
-        page=known.page,
-        is_note=known.is_note,
+        cure=known_kind.cure,
+        page=known_kind.page,
+        is_note=known_kind.is_note,
     )
 
 
-# --- the notes of a rank ----------------------------------------------------------------------------------------------
-# What the observers write down, as plain records: a rank's Record has all the others in it. It is pickled and sent to
-# rank 0, so it has only numbers, texts and lines of code, and no tensor or module.
+# --- the record of a rank ---------------------------------------------------------------------------------------------
+# What the observers write down, as plain dataclasses: a rank's Record has all the others in it. It is pickled and sent
+# to rank 0, so it has only numbers, texts and lines of code, and no tensor or module.
 
 
 @dataclass
@@ -339,7 +357,7 @@ class Forward:
     """A call of a model while gradients are recorded. ``noise``: the random state with which dropout began."""
 
     model: str
-    place: Place
+    code_line: CodeLine
     inputs: int
     elements: int
     noise: int | None = None
@@ -353,9 +371,9 @@ class Calls:
     to_broadcast: int  # calls without gradients in which DDP broadcasts its buffers
     averaged: int  # backward passes that averaged the gradients
     synchronized: bool = False  # whether the gradients of a call since the last step are to be averaged
-    not_synchronized: Place | None = None  # the last call before the step, if it was in no_sync
-    around: Place | None = None  # a call of the wrapped module itself, past its wrapper
-    places: list[Place] = field(default_factory=list)  # the lines of the calls that are counted
+    in_no_sync: CodeLine | None = None  # the last call before the step, if it was in no_sync
+    past_wrapper: CodeLine | None = None  # a call of the wrapped module itself, past its wrapper
+    code_lines: list[CodeLine] = field(default_factory=list)  # the lines of the calls that are counted
 
 
 @dataclass
@@ -364,7 +382,7 @@ class Step:
 
     optimizer: int  # which of the rank's optimizers, from 0
     number: int  # which of the optimizer's steps, from 1
-    place: Place
+    code_line: CodeLine
     rates: tuple[float, ...]  # the learning rate of each group of parameters
     settings: int  # a checksum of the optimizer's other settings
     calls: dict[str, Calls]  # by the model's name
@@ -379,7 +397,7 @@ class Epoch:
     """One pass over a DataLoader."""
 
     loader: int  # which of the rank's loaders, from 0
-    place: Place
+    code_line: CodeLine
     dataset: int | None  # a checksum, or None if the dataset holds nothing that could be summed
     samples: int  # samples of the dataset, or 0 for a stream
     sampler: str  # the name of the sampler's class
@@ -401,7 +419,7 @@ class Evaluation:
 
     model: str
     number: int  # which of the model's evaluations, from 0
-    place: Place
+    code_line: CodeLine
     inputs: int
     weights: int  # of all parameters, or 0 if the model is sharded
     buffers: dict[str, int]  # the batch statistics by their names in the model
@@ -412,7 +430,7 @@ class Evaluation:
 class Dropout:
     """A dropout on a tensor-parallel rank: checksums of its input and its output."""
 
-    place: Place
+    code_line: CodeLine
     ranks: tuple[int, ...]  # of the tensor-parallel group
     before: int
     after: int
@@ -423,12 +441,12 @@ class Save:
     """The first time that a rank writes a file with torch.save, after so many steps of its optimizers."""
 
     steps_made: int
-    place: Place
+    code_line: CodeLine
 
 
 @dataclass
 class Record:
-    """All notes of one rank.
+    """All that was observed on one rank.
 
     A model's name and a parameter's key, such as "DDP Net 1" and "DDP Net 1: weight", are the same on all ranks.
     """
@@ -444,7 +462,7 @@ class Record:
     epochs: list[Epoch] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
     dropouts: list[Dropout] = field(default_factory=list)
-    loss_reads: list[Place] = field(default_factory=list)
+    loss_reads: list[CodeLine] = field(default_factory=list)
     saves: dict[str, Save] = field(default_factory=dict)  # by the file's path
     # What the script's own code communicates, and not DDP, fully_shard or another part of torch for it:
     sent_large: bool = False  # whether it sends tensors that may be gradients or weights
@@ -453,19 +471,19 @@ class Record:
     findings: list[Finding] = field(default_factory=list)  # of which one rank can be certain alone
     failures: list[str] = field(default_factory=list)  # tracebacks of this check itself
 
-    def add_finding(self, kind: str, place: Place, sentence: str) -> None:
+    def add_finding(self, kind: str, code_line: CodeLine, sentence: str) -> None:
         """Add a mistake of this rank. ``rank`` may not be known yet, so ``TrainingObserver.stop`` fills it in."""
-        self.findings.append(finding(kind, place, (), sentence))
+        self.findings.append(make_finding(kind, code_line, (), sentence))
 
 
 # --- a check, from beginning to end -----------------------------------------------------------------------------------
-# A TrainingCheck starts the observation of its rank, puts the rank's notes into the store, and on rank 0 compares the
-# notes of all ranks and prints the report. It keeps the observer, and the findings once there are any.
+# A TrainingCheck starts the observation of its rank, puts the rank's record into the store, and on rank 0 compares the
+# records of all ranks and prints the report. It keeps the observer, and the findings once there are any.
 
 
 def mistakes_among(findings: Iterable[Finding]) -> list[Finding]:
     """The findings that make a check fail: all but the notes."""
-    return [found for found in findings if not found.is_note]
+    return [finding for finding in findings if not finding.is_note]
 
 
 def short_name(file: str) -> str:
@@ -487,22 +505,26 @@ def listed(ranks: Iterable[int]) -> str:
 
 
 def report(findings: Sequence[Finding], failures: Sequence[str] = ()) -> str:
-    """The section on silent mistakes, as text for the screen. The mistakes come first, then the notes.
+    """The section *silent mistakes* as text for the screen: first the mistakes, then the notes.
 
-    ``failures`` are tracebacks of the check itself, which are said because the check may then have missed something.
+    A note is a finding that many programs mean so. ``failures`` are tracebacks of errors in the check itself; the
+    report counts them, because the check may then have missed something.
     """
     lines = ["silent mistakes"]
     if not mistakes_among(findings):
         lines.append(f"  none of the {len(KINDS)} kinds")
-    mistakes_first = sorted(findings, key=lambda found: found.is_note)
-    for found in mistakes_first:
-        label = "note: " if found.is_note else ""
-        lines.append(f"  {label}{short_name(found.file)}:{found.line}, {listed(found.ranks)}: {found.sentence}")
-        lines.append(f"    {found.cure}")
-        lines.append(f"    {found.page}  (--allow {found.kind})")
+    mistakes_first = sorted(findings, key=lambda finding: finding.is_note)
+    for finding in mistakes_first:
+        label = ""
+        if finding.is_note:
+            label = "note: "
+        where = f"{short_name(finding.file)}:{finding.line}, {listed(finding.ranks)}"
+        lines.append(f"  {label}{where}: {finding.sentence}")
+        lines.append(f"    {finding.cure}")
+        lines.append(f"    {finding.page}  (--allow {finding.kind})")
     if failures:
-        error = failures[0].strip().splitlines()[-1]  # a traceback ends with the exception
-        lines.append(f"  The check itself failed {len(failures)} times, so it is not complete: {error}")
+        last_line = failures[0].strip().splitlines()[-1]  # of a traceback: the exception
+        lines.append(f"  The check itself failed {len(failures)} times, so it is not complete: {last_line}")
     return "\n".join(lines)
 
 
@@ -514,10 +536,10 @@ def check_allowed(allow: Iterable[str]) -> None:
 
 
 class TrainingCheck:
-    """A check that runs, or ran. ``findings`` is None until the ranks' notes are compared.
+    """A check that runs, or ran. ``findings`` is None until the ranks' records are compared.
 
     The ranks communicate through the store of their process group, a dictionary that one process serves. Each rank puts
-    its notes there. Rank 0 compares them, prints the report, and puts the findings there for the other ranks. Nobody
+    its record there. Rank 0 compares them, prints the report, and puts the findings there for the other ranks. Nobody
     waits in a collective, in which a rank that has failed would never arrive.
     """
 
@@ -530,7 +552,7 @@ class TrainingCheck:
         self.allow = set(allow)
         self.observer = TrainingObserver(steps)
         self.findings: list[Finding] | None = None
-        self.missing: list[int] = []  # ranks whose notes did not come in time
+        self.missing: list[int] = []  # ranks whose records did not come in time
         self.prefix = f"training_check/{next(self.number)}"  # of the store's keys
         self.is_published = False
 
@@ -541,7 +563,7 @@ class TrainingCheck:
             self.observer.see_group()
 
     def publish(self) -> None:
-        """Put this rank's notes into the store, if they are not there yet. The observer has stopped."""
+        """Put this rank's record into the store, if it is not there yet. The observer has stopped."""
         if self.is_published or self.observer.store is None:
             return
         self.is_published = True
@@ -549,18 +571,18 @@ class TrainingCheck:
         self.observer.store.set(self.key(record.rank), pickle.dumps(record))
 
     def key(self, rank: int) -> str:
-        """Under which key of the store a rank's notes are."""
+        """Under which key of the store a rank's record is."""
         return f"{self.prefix}/rank{rank}"
 
     def present(self) -> list[int]:
-        """The ranks whose notes are in the store. Asking waits for nobody."""
+        """The ranks whose records are in the store. Asking waits for nobody."""
         ranks = range(self.observer.record.world_size)
         return [rank for rank in ranks if self.observer.store.check([self.key(rank)])]
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """torch calls this after each step of any optimizer: publish and report, once the observation is over.
 
-        The observer ends it after the last step that it was to see. When all ranks have published their notes, rank 0
+        The observer ends it after the last step that it was to see. When all ranks have published their records, rank 0
         reports at once, so that nobody has to wait for the end of a long training.
         """
         if not self.observer.is_finished or self.observer.store is None:
@@ -572,23 +594,27 @@ class TrainingCheck:
             self.compare_ranks()
 
     def finish(self) -> None:
-        """End the observation. Wait for the other ranks' notes, or for rank 0's findings, but not beyond patience."""
+        """End the observation, and set ``findings``. Rank 0 reports; the other ranks get the findings from rank 0.
+
+        A rank waits for what the others put into the store, but at most ``patience`` seconds.
+        """
         self.observer.stop()
         self.observer.remove_hooks()
-        if self.findings is not None:  # rank 0 has reported already
+        has_reported = self.findings is not None
+        if has_reported:
             return
-        record = self.observer.record
+        own_record = self.observer.record
         store = self.observer.store
         if store is None:  # the script has made no process group, so this rank is alone
-            self.conclude([record])
+            self.conclude([own_record])
             return
+
         findings_key = f"{self.prefix}/findings"
         try:
             self.publish()
-            if record.rank == 0:
-                # The notes that have not come in time are left out.
-                self.wait_for([self.key(rank) for rank in range(record.world_size)])
-                self.compare_ranks()
+            if own_record.rank == 0:
+                self.wait_for([self.key(rank) for rank in range(own_record.world_size)])
+                self.compare_ranks()  # those whose records have come in time
             elif self.wait_for([findings_key]):
                 self.findings = pickle.loads(store.get(findings_key))
         except RuntimeError as error:  # the store has gone with the process that served it
@@ -604,7 +630,7 @@ class TrainingCheck:
         return True
 
     def compare_ranks(self) -> None:
-        """On rank 0: compare the notes that have come, report, and send the findings to the other ranks."""
+        """On rank 0: compare the records that have come, report, and send the findings to the other ranks."""
         store = self.observer.store
         present = self.present()
         self.missing = [rank for rank in range(self.observer.record.world_size) if rank not in present]
@@ -614,7 +640,7 @@ class TrainingCheck:
 
     def conclude(self, records: Sequence[Record]) -> None:
         """Set ``findings`` to what these records show, but for the kinds to leave out. Rank 0 prints them, too."""
-        self.findings = [found for found in compare(records) if found.kind not in self.allow]
+        self.findings = [finding for finding in compare(records) if finding.kind not in self.allow]
         if self.observer.record.rank != 0:
             return
         failures = [failure for record in records for failure in record.failures]
@@ -633,48 +659,51 @@ THIS_FILE = os.path.realpath(__file__)
 
 
 @functools.cache
-def is_readers(file: str) -> bool:
-    """Whether a source file is the reader's own code, and not a library's or this check's.
+def is_user_code(file: str) -> bool:
+    """Whether a source file is the user's own code, and not a library's or this check's.
 
-    A finding has to point at a line that its author can change. Lines of torch, Python and packages are no use.
+    A finding has to point at a line that the user can change. Lines of torch, Python and packages are no use.
     """
-    if file.startswith("<frozen"):  # a part of Python
+    is_part_of_python = file.startswith("<frozen")
+    if is_part_of_python:
         return False
     path = os.path.realpath(file)
     if path == THIS_FILE or path.startswith((TORCH, *LIBRARIES)):
         return False
+    # In the project that this file comes from, its folder is a library that launches the user's code.
     folder = os.path.dirname(THIS_FILE)
-    # In the project that this file is from, its folder is a library, which launches the reader's code.
-    is_launcher = os.path.basename(folder) == "helpers" and path.startswith(folder + os.sep)
-    return not is_launcher
+    is_in_launching_library = os.path.basename(folder) == "helpers" and path.startswith(folder + os.sep)
+    return not is_in_launching_library
 
 
-def readers_line() -> Place:
-    """The innermost line of the reader's code that led here, or an empty place if none did.
+def user_code_line() -> CodeLine:
+    """The line of the user's code that is running now: the innermost one, which called torch, which called this check.
 
-    It is looked for from this function outwards: each frame's ``f_back`` is its caller.
+    It is looked for from this function outwards: each frame's ``f_back`` is its caller. If no frame is the user's, the
+    result has an empty file name.
     """
     frame = sys._getframe(1)
     while frame is not None:
-        if is_readers(frame.f_code.co_filename):
-            return Place(frame.f_code.co_filename, frame.f_lineno)
+        if is_user_code(frame.f_code.co_filename):
+            return CodeLine(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back  # type: ignore[assignment]
-    return Place("", 0)
+    return CodeLine("", 0)
 
 
-def part_of_torch() -> str:
-    """The file of torch that calls a function, such as "nn/parallel/distributed.py", or "" if the reader's code does.
+def caller_in_torch() -> str:
+    """The file of torch that has called an observed function, or "" if the user's code has called it directly.
 
-    With it, what a script communicates by itself is told from what DDP or fully_shard communicates for it. The files
-    through which every collective goes do not count.
+    For example "nn/parallel/distributed.py" if DDP calls all_reduce. So what a script communicates itself is told from
+    what DDP or fully_shard communicates for it.
     """
+    passed_by_every_call = ("distributed_c10d.py", "c10d_logger.py")  # these define the collectives
     frame = sys._getframe(1)
     while frame is not None:  # from here outwards, caller by caller
-        file = os.path.realpath(frame.f_code.co_filename)
-        if is_readers(frame.f_code.co_filename):
+        if is_user_code(frame.f_code.co_filename):
             return ""
-        is_on_every_way = file.endswith(("distributed_c10d.py", "c10d_logger.py"))
-        if file.startswith(TORCH + os.sep) and not is_on_every_way:
+        file = os.path.realpath(frame.f_code.co_filename)
+        is_in_torch = file.startswith(TORCH + os.sep)
+        if is_in_torch and not file.endswith(passed_by_every_call):
             return file.removeprefix(TORCH + os.sep)
         frame = frame.f_back  # type: ignore[assignment]
     return ""
@@ -710,47 +739,53 @@ ROWS_OF_DATASET = 256
 def checksum_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A 64-bit checksum of a tensor's bytes, as an int64 tensor on its device, so that nothing waits for a GPU.
 
-    Each word of 8 bytes is multiplied by an odd number of its own, so that words in another order give another sum. The
-    tensor is summed in parts of CHUNK bytes, which bounds the memory for the products. A tensor whose bytes cannot be
-    read, such as a sparse one, has the checksum 0.
+    The bytes are read as words of 8 bytes, and word number k, counted from 0, is multiplied by 2k + 1. So the same
+    words in another order give another sum. The tensor is summed in chunks of CHUNK bytes, which bounds the memory for
+    the products. A tensor whose bytes cannot be read, such as a sparse one, has the checksum 0.
     """
     data = local_part(tensor).detach()
-    if data.layout != torch.strided or data.is_quantized or data.is_meta:
+    has_readable_bytes = data.layout == torch.strided and not data.is_quantized and not data.is_meta
+    if not has_readable_bytes:
         return torch.zeros((), dtype=torch.int64)
     if data.untyped_storage().nbytes() == 0:  # it is empty, or fully_shard has freed it
         return torch.zeros((), dtype=torch.int64)
     if data.is_complex():
         data = torch.view_as_real(data.resolve_conj())
     all_bytes = data.resolve_neg().contiguous().flatten().view(torch.uint8)
-    # It begins with the number of bytes, so that zeros at the end count, too.
+
+    # The sum begins with the number of bytes, so that zeros at the end change it, too.
     total = torch.full((), all_bytes.numel(), dtype=torch.int64, device=data.device)
     word_size = 8  # bytes
-    for number, part in enumerate(all_bytes.split(CHUNK)):
-        missing_bytes = -len(part) % word_size  # with which the last word of the tensor is filled up
-        words = nn.functional.pad(part, (0, missing_bytes)).view(torch.int64)
-        words_before = number * CHUNK // word_size
-        first = 2 * words_before + 1
-        odd_numbers = torch.arange(first, first + 2 * len(words), 2, device=data.device)
-        products = words * odd_numbers  # integers of torch wrap at 2**64
-        total += (products ^ (products >> 32)).sum()  # mixes the upper half of each product into the lower one
+    words_per_chunk = CHUNK // word_size
+    for chunk_number, chunk in enumerate(all_bytes.split(CHUNK)):
+        missing_bytes = -len(chunk) % word_size  # zeros that complete the last word of the tensor
+        words = nn.functional.pad(chunk, (0, missing_bytes)).view(torch.int64)
+        first_factor = 2 * chunk_number * words_per_chunk + 1
+        odd_factors = torch.arange(first_factor, first_factor + 2 * len(words), 2, device=data.device)
+        products = words * odd_factors  # integers of torch wrap at 2**64
+        mixed = products ^ (products >> 32)  # so that the upper half of each product changes the lower half
+        total += mixed.sum()
     return total
 
 
 def checksums(tensors: Sequence[torch.Tensor | None]) -> list[int]:
     """The checksum of each tensor, and 0 for None, in the order of the tensors.
 
-    Each copy from a GPU to the host waits for the GPU. So the sums are made first, all of one device are put into one
-    tensor, and this is copied.
+    A copy from a GPU to the host waits for the GPU. So all checksums of one device are computed first, and then copied
+    to the host at once.
     """
-    sums = {index: checksum_tensor(tensor) for index, tensor in enumerate(tensors) if tensor is not None}
-    numbers = [0] * len(tensors)
-    devices = {total.device for total in sums.values()}
+    sum_of_index: dict[int, torch.Tensor] = {}  # {index of a tensor in the list: its checksum, still on its device}
+    for index, tensor in enumerate(tensors):
+        if tensor is not None:
+            sum_of_index[index] = checksum_tensor(tensor)
+    results = [0] * len(tensors)
+    devices = {checksum.device for checksum in sum_of_index.values()}
     for device in devices:
-        sums_on_device = {index: total for index, total in sums.items() if total.device == device}
-        values = torch.stack(list(sums_on_device.values())).tolist()
-        for index, value in zip(sums_on_device, values, strict=True):
-            numbers[index] = value
-    return numbers
+        indices = [index for index, checksum in sum_of_index.items() if checksum.device == device]
+        sums_on_device = torch.stack([sum_of_index[index] for index in indices])
+        for index, value in zip(indices, sums_on_device.tolist(), strict=True):
+            results[index] = value
+    return results
 
 
 def combined(numbers: Iterable[int]) -> int:
@@ -785,28 +820,28 @@ def random_state(device: torch.device) -> int:
 
 
 def random_states(dataset: Any) -> dict[str, int]:
-    """The random states from which a dataset may draw, as {a generator's name: a checksum of its state}.
+    """Checksums of the states of all random number generators that a dataset may use, such as {"torch": 4711, …}.
 
-    They are those of torch, of Python, of NumPy if the script uses it, and of generators that the dataset itself holds.
-    A state that is not the same before and after a sample was loaded shows that the dataset has drawn from it.
+    They are torch's generator, Python's, NumPy's if the script uses it, and generators that are attributes of the
+    dataset. A state that changes while a sample is loaded shows that the dataset has drawn random numbers from it.
     """
-    generators = {"torch": torch.default_generator} | generators_in(dataset)
-    sums = checksums([generator.get_state() for generator in generators.values()])
-    states = dict(zip(generators, sums, strict=True))
+    torch_generators = {"torch": torch.default_generator, **generators_in(dataset)}
+    sums = checksums([generator.get_state() for generator in torch_generators.values()])
+    states = dict(zip(torch_generators, sums, strict=True))
     states["random"] = crc(random.getstate())
-    numpy = sys.modules.get("numpy")  # not imported here, because a script without it draws nothing from it
+    numpy = sys.modules.get("numpy")  # not imported here, because a script without NumPy draws nothing from it
     if numpy is not None:
-        # Its state is the algorithm's name, an array of words, and numbers. repr() would shorten the array.
+        # NumPy's state is the algorithm's name, an array of words, and numbers. repr() would shorten the array.
         _, words, *numbers = numpy.random.get_state()
         states["numpy"] = crc((words.tobytes(), numbers))
     return states
 
 
 def generators_in(dataset: Any) -> dict[str, torch.Generator]:
-    """The generators of random numbers that a dataset holds as attributes, and those of the datasets inside it.
+    """The torch.Generators that are attributes of a dataset, or of the datasets that it wraps.
 
-    A dataset such as torch's Subset has another one, of which it is a part, as its attribute ``dataset``. The names are
-    made of this depth and the attribute's name, so that they are the same on all ranks.
+    A dataset such as torch's Subset has the dataset that it wraps as its attribute ``dataset``. The names are the same
+    on all ranks: "0 generator" is an attribute of the dataset itself, "1 generator" one of the dataset that it wraps.
     """
     generators = {}
     depth = 0
@@ -830,44 +865,45 @@ def crc(value: object) -> int:
 
 
 def dataset_checksum(dataset: Any, depth: int = 2) -> int | None:
-    """A checksum by which the ranks can tell whether they have equal datasets; None if nothing in one can be summed.
+    """A checksum of a dataset's attributes, by which ranks can tell whether they have equal datasets.
 
-    Two ranks whose samplers give equal indices train on the same samples only if their datasets are equal. The checksum
-    is made of the dataset's attributes; ``depth`` says how many levels of objects in objects are looked into.
+    Two ranks whose samplers give equal indices train on the same samples only if their datasets are equal. None if no
+    attribute can be summed. ``depth`` says how many levels of objects in objects are looked into.
     """
-    contents = []
+    summaries = []
     for name, value in sorted(attributes_of(dataset).items()):
         summary = summary_of(value, depth)
         if summary:
-            contents.append((name, summary))
-    if not contents:
+            summaries.append((name, summary))
+    if not summaries:
         return None
-    return crc((type(dataset).__name__, contents))
+    return crc((type(dataset).__name__, summaries))
 
 
 def summary_of(value: Any, depth: int) -> tuple[Any, ...]:
-    """A few values that distinguish an attribute of a dataset from another rank's; empty for one that says nothing.
+    """A few values that distinguish an attribute of a dataset from the same attribute on another rank.
 
-    Tensors, texts, numbers and lists count, and objects that can be indexed, such as another dataset, of which this one
-    is a part. Of these ``depth`` levels are looked into.
+    For example (60000, ["a.png", "z.png"], [], []) for a list of 60,000 file names. It is empty for an attribute that
+    distinguishes nothing. An attribute may be an object that can be indexed, such as a dataset that this one wraps; of
+    such objects ``depth`` levels are looked into.
     """
     if isinstance(value, torch.Tensor):
-        return (tuple(value.shape), beginnings([value]))
+        return (tuple(value.shape), checksums_of_first_rows([value]))
     if isinstance(value, (str, int, float)):
         return (value,)
     if isinstance(value, (list, tuple, range)) and len(value) > 0:
         # The length and the two ends are enough to distinguish a list of a million file names from another.
-        ends = [item for item in (value[0], value[-1]) if isinstance(item, (str, int, float, tuple))]
+        plain_ends = [end for end in (value[0], value[-1]) if isinstance(end, (str, int, float, tuple))]
         tensors = [item for item in value if isinstance(item, torch.Tensor)]
         shapes = [tuple(tensor.shape) for tensor in tensors]
-        return (len(value), ends, shapes, beginnings(tensors))
+        return (len(value), plain_ends, shapes, checksums_of_first_rows(tensors))
     is_object_with_items = hasattr(value, "__getitem__") and hasattr(value, "__dict__")
     if is_object_with_items and depth > 0:
         return (dataset_checksum(value, depth - 1),)
     return ()
 
 
-def beginnings(tensors: Sequence[torch.Tensor]) -> list[int]:
+def checksums_of_first_rows(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Checksums of the first rows of tensors, because all rows of a dataset may be many gigabytes."""
     first_rows = []
     for tensor in tensors:
@@ -935,9 +971,9 @@ def by_position(
 class Patches:
     """Functions and methods of torch that are replaced while the check runs. ``remove`` restores them.
 
-    torch has no hooks for most of what has to be noted. So the observers replace what a script calls: ``before`` and
-    ``after`` add a hook, a function that notes something, and ``around`` lets an observer's method take the call over.
-    A hook that fails must not end the training: its traceback is noted in the record instead.
+    torch has no hooks for most of what has to be observed. So the observers replace what a script calls: ``before`` and
+    ``after`` add a hook, a function that records something, and ``around`` lets an observer's method take the call
+    over. A hook that fails must not end the training: its traceback goes into the record instead.
     """
 
     def __init__(self, record: Record) -> None:
@@ -950,13 +986,15 @@ class Patches:
         self.functions: dict[int, ReplacedFunction] = {}  # by the id of the original
 
     def is_on(self) -> bool:
-        """Whether a call is noted: the script's own, in the process and the thread that train.
+        """Whether a call that is running now is observed: the script's own, in the process and the thread that train.
 
-        A DataLoader's workers are forks of the process, and nobody would read their notes. What a hook calls itself is
-        not noted either. Nothing is after ``remove``, although other modules may still have a replacement.
+        A DataLoader's workers are forks of the process, and nobody would read what is recorded there. What a hook calls
+        itself is not observed either. Nothing is observed after ``remove``, although other modules may still have a
+        replacement.
         """
         is_training = os.getpid() == self.process and threading.get_ident() == self.thread
-        return is_training and not self.is_in_hook and bool(self.undo)
+        is_patched = len(self.undo) > 0
+        return is_training and is_patched and not self.is_in_hook
 
     def is_on_in_worker(self) -> bool:
         """Whether this process is a worker of a DataLoader that was forked while the check ran."""
@@ -964,7 +1002,7 @@ class Patches:
         return is_fork and not self.is_in_hook and bool(self.undo)
 
     def run(self, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a hook; return what it returns, or None if it failed. What the hook itself calls is not noted."""
+        """Call a hook; return what it returns, or None if it failed. What the hook itself calls is not observed."""
         self.is_in_hook = True
         try:
             return hook(*args, **kwargs)
@@ -976,54 +1014,58 @@ class Patches:
             self.is_in_hook = False
 
     def before(self, owner: Any, name: str, hook: Callable[..., Any]) -> None:
-        """Call ``hook`` with the arguments of a call of ``owner.name``, before it. The owner is a class or module."""
+        """From now on, call ``hook`` before each call of the function ``owner.name``, with the same arguments.
+
+        ``owner`` is a class or a module: ``before(torch, "save", hook)``.
+        """
         original = getattr(owner, name)
         names = positional_names(original)
 
         @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            """Takes the place of ``original``, torch's function: runs ``hook`` first, and then the function."""
-            if torch.compiler.is_compiling():  # torch.compile would take the hook into its graph
-                return original(*args, **kwargs)
-            if self.is_on():
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            # While torch.compile traces, it would take the hook into its graph.
+            if not torch.compiler.is_compiling() and self.is_on():
                 in_order, rest = by_position(names, args, kwargs)
                 self.run(hook, *in_order, **rest)
             return original(*args, **kwargs)
 
-        self.replace(owner, name, call)
+        self.replace(owner, name, replacement)
 
     def after(self, owner: Any, name: str, hook: Callable[..., Any]) -> None:
-        """Call ``hook`` with the result of each call of ``owner.name``, and with its arguments."""
+        """From now on, call ``hook`` after each call of the function ``owner.name``, which is as in ``before``.
+
+        The hook gets the function's result, and after it the arguments of the call.
+        """
         original = getattr(owner, name)
         names = positional_names(original)
 
         @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            """Takes the place of ``original``, torch's function: ``hook`` gets its result, which is then returned."""
+        def replacement(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            is_noted = not torch.compiler.is_compiling() and self.is_on()  # see ``before``
-            if is_noted:
+            # While torch.compile traces, it would take the hook into its graph.
+            if not torch.compiler.is_compiling() and self.is_on():
                 in_order, rest = by_position(names, args, kwargs)
                 self.run(hook, result, *in_order, **rest)
             return result
 
-        self.replace(owner, name, call)
+        self.replace(owner, name, replacement)
 
     def around(
         self, owner: Any, name: str, method: Callable[..., Any], in_worker: Callable[..., Any] | None = None
     ) -> None:
-        """Let ``method`` take over each call of ``owner.name`` that is noted.
+        """From now on, call ``method`` in the place of the function ``owner.name``, which is a class or module's.
 
-        It gets torch's function and the arguments of the call, and calls the function itself, because it has something
-        to do both before and after it. It has to return the function's result. ``in_worker`` is such a method for the
+        After ``around(GradScaler, "step", step_scaler)``, a script's ``scaler.step(optimizer)`` is
+        ``step_scaler(GradScaler.step, scaler, optimizer)``. The method calls the function that it gets, because it has
+        something to do both before and after that, and returns the function's result. Calls that are not observed, such
+        as those of torch itself in another thread, go to the function as before. ``in_worker`` is such a method for the
         calls in the forked workers of a DataLoader.
         """
         original = getattr(owner, name)
         names = positional_names(original)
 
         @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            """Takes the place of ``original``, torch's function, which runs alone if the call is not to be noted."""
+        def replacement(*args: Any, **kwargs: Any) -> Any:
             if self.is_on():
                 in_order, rest = by_position(names, args, kwargs)
                 return method(original, *in_order, **rest)
@@ -1031,26 +1073,26 @@ class Patches:
                 return in_worker(original, *args, **kwargs)
             return original(*args, **kwargs)
 
-        self.replace(owner, name, call)
+        self.replace(owner, name, replacement)
 
-    def replace(self, owner: Any, name: str, call: Any) -> None:
+    def replace(self, owner: Any, name: str, replacement: Any) -> None:
         """Put a function in the place of ``owner.name``, until ``remove``. The owner is a class or a module."""
         original = getattr(owner, name)
         is_class = isinstance(owner, type)
         is_inherited = is_class and name not in vars(owner)
-        setattr(owner, name, call)
+        setattr(owner, name, replacement)
         if is_inherited:  # without its own attribute, the class has its parent's again
             self.undo.append(functools.partial(delattr, owner, name))
         else:
             self.undo.append(functools.partial(setattr, owner, name, original))
         if not is_class:
-            self.functions[id(original)] = ReplacedFunction(original, call)
+            self.functions[id(original)] = ReplacedFunction(original, replacement)
 
     def replace_copies(self) -> None:
-        """Replace the functions in all modules that have them by another name, as after ``from torch.x import f``.
+        """Replace the functions also in modules that have imported them, as by ``from torch.x import f``.
 
-        Such an import copies the reference to the function, so ``f`` stays the original there. (Methods are looked up
-        in their class at each call, and need nothing.)
+        Such an import copies the reference to the function, so ``f`` stays the original there. Methods need nothing,
+        because they are looked up in their class at each call.
         """
         for module in list(sys.modules.values()):
             for name, value in list(attributes_of(module).items()):
@@ -1079,26 +1121,30 @@ class LoaderObserver:
     """
 
     def __init__(self, record: Record, patches: Patches) -> None:
-        """Let the methods below be called where torch's loaders work. ``record`` gets the notes and findings."""
+        """Let the methods below be called where torch's loaders work. ``record`` gets what they see, and findings."""
         self.record = record
         self.patches = patches
         self.loaders: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # {loader: its number}
         self.next_numbers = itertools.count()  # a loader that is gone keeps its number
-        # By the iterator of a loader:
+
+        # What is known of a running epoch, by the iterator of its loader:
         self.epochs: weakref.WeakKeyDictionary[Any, Epoch] = weakref.WeakKeyDictionary()
         self.prefetched: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()  # indices, as in Epoch
         self.streams: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()  # checksums of batches
-        self.noise = 0  # which random states loading the latest batch changed, as in Epoch
-        # What workers drew, until the training loop gets the batch: {checksum of the batch's indices: noise, as above}.
-        # Two loaders may have a batch of the same indices, so there may be several, in the order of their loading.
+        # What workers drew, until the training loop gets the batch: {a checksum of the batch's indices: noise}, where
+        # noise is as in Epoch. Two loaders may have batches of the same indices, so there is a list for each.
         self.noise_in_workers: dict[int, list[int]] = {}
         self.told_batches = 0  # in a worker, whose copy of this observer is its own
         self.notes_of_workers, self.notes_for_training = os.pipe()  # the end to read from, and the end to write to
         os.set_blocking(self.notes_of_workers, False)
         os.set_blocking(self.notes_for_training, False)
-        self.waiting_epoch: Epoch | None = None  # the epoch of the latest batch, until a model is called
+
+        # What is known of the latest batch:
+        self.noise = 0  # which random states loading it changed, as in Epoch
+        self.waiting_epoch: Epoch | None = None  # its epoch, until a model is called
         self.training_epoch: Epoch | None = None  # the epoch of the batch that was trained on last
         self.padded_evaluation: Epoch | None = None  # an evaluation with repeated samples that has just ended
+
         iterator_class = dataloader_module._BaseDataLoaderIter
         patches.after(DataLoader, "__iter__", self.begin_epoch)
         patches.before(iterator_class, "_reset", self.forget_epoch)
@@ -1109,7 +1155,7 @@ class LoaderObserver:
         patches.after(dist, "reduce", self.find_padding)
 
     def next_batch(self, original: Callable[..., Any], iterator: Any) -> Any:
-        """In the place of ``next(iterator)``: note the batch that the training loop gets, or that the epoch ends.
+        """Replaces ``next(iterator)``: record the batch that the training loop gets, or the end of the epoch.
 
         ``original`` is torch's method, which returns the batch, or raises StopIteration after the last one.
         """
@@ -1122,13 +1168,13 @@ class LoaderObserver:
         return batch
 
     def fetch(self, original: Callable[..., Any], fetcher: Any, indices: Any) -> Any:
-        """In the place of ``fetcher.fetch(indices)``, which loads the samples of a batch: note what it draws at random.
+        """Replaces ``fetcher.fetch(indices)``, which loads the samples of a batch: record what it draws at random.
 
-        To see it, the random states are compared before and after. ``original`` is torch's method.
+        The random states are compared before and after. ``original`` is torch's method.
         """
-        before = self.patches.run(random_states, fetcher.dataset) or {}  # None if it failed
+        states_before = self.patches.run(random_states, fetcher.dataset) or {}  # None if it failed
         batch = original(fetcher, indices)
-        self.patches.run(self.note_noise, before, fetcher.dataset)
+        self.patches.run(self.note_noise, states_before, fetcher.dataset)
         return batch
 
     def fetch_in_worker(self, original: Callable[..., Any], fetcher: Any, indices: Any) -> Any:
@@ -1178,30 +1224,31 @@ class LoaderObserver:
         os.close(self.notes_for_training)
 
     def begin_epoch(self, iterator: Any, loader: Any) -> None:
-        """After ``iter(loader)`` has made an iterator: begin the notes of an epoch.
+        """After ``iter(loader)`` has made an iterator: begin the record of an epoch.
 
-        They say what the loader and its sampler are like, because the rules judge by it whether the ranks should get
-        other samples, and whether the next epoch should have another order.
+        It says what the loader and its sampler are like. By that the rules judge whether the ranks should get different
+        samples, and whether the next epoch should have another order.
         """
         if loader not in self.loaders:
             self.loaders[loader] = next(self.next_numbers)
         is_stream = isinstance(loader.dataset, IterableDataset)
-        samples = 0
+        number_of_samples = 0
         if not is_stream and hasattr(loader.dataset, "__len__"):
-            samples = len(loader.dataset)
+            number_of_samples = len(loader.dataset)
         sampler = sampler_of(loader)
+        # A loader with workers asks for the first indices before iter(loader) returns, and so before this method runs.
+        first_indices = self.prefetched.pop(iterator, [])
         epoch = Epoch(
             loader=self.loaders[loader],
-            place=readers_line(),
+            code_line=user_code_line(),
             dataset=dataset_checksum(loader.dataset),
-            samples=samples,
+            samples=number_of_samples,
             sampler=type(sampler).__name__,
             divided=isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1,
             shuffled=bool(getattr(sampler, "shuffle", False)),
             sampler_epoch=getattr(sampler, "epoch", -1),
-            padded_length=padded_length(sampler, samples),
-            # A loader with workers asks for the first indices before iter(loader) returns, and so before this.
-            indices=self.prefetched.pop(iterator, []),
+            padded_length=padded_length(sampler, number_of_samples),
+            indices=first_indices,
         )
         self.epochs[iterator] = epoch
         self.record.epochs.append(epoch)
@@ -1213,28 +1260,31 @@ class LoaderObserver:
         self.epochs.pop(iterator, None)
 
     def note_indices(self, indices: Any, iterator: Any) -> None:
-        """Note a checksum of the indices of one batch, which the sampler has just given. A stream has none.
+        """Record a checksum of one batch's indices, which the sampler has just given to the iterator of a loader.
 
         By these checksums the rules see whether two ranks, or two epochs, got the same samples in the same order.
         """
-        if indices is None:
+        if indices is None:  # a stream has no indices
             return
         epoch = self.epochs.get(iterator)
-        if epoch is None:  # ``begin_epoch`` comes later, and takes what is kept here
-            noted = self.prefetched.setdefault(iterator, [])
+        if epoch is None:  # ``begin_epoch`` comes later, and takes what is collected here
+            checksums_so_far = self.prefetched.setdefault(iterator, [])
         else:
-            noted = epoch.indices
-        if len(noted) < MOST_BATCHES:
-            noted.append(crc(indices))
+            checksums_so_far = epoch.indices
+        if len(checksums_so_far) < MOST_BATCHES:
+            checksums_so_far.append(crc(indices))
 
-    def note_noise(self, before: dict[str, int], dataset: Any) -> None:
-        """After a batch was loaded: note from which random states it drew, which have changed since ``before``."""
-        after = random_states(dataset)
-        changed = [name for name in before if after.get(name) != before[name]]
-        self.noise = combined(before[name] for name in changed)
+    def note_noise(self, states_before: dict[str, int], dataset: Any) -> None:
+        """After a batch was loaded: record from which random states it drew, which are those that have changed.
+
+        ``states_before`` are the ``random_states`` before the batch was loaded.
+        """
+        states_after = random_states(dataset)
+        changed = [name for name in states_before if states_after.get(name) != states_before[name]]
+        self.noise = combined(states_before[name] for name in changed)
 
     def note_batch(self, iterator: Any, batch: Any) -> None:
-        """After the training loop got a batch: note its random states, and compare what workers of a stream yield.
+        """After the training loop got a batch: record which random states loading it has changed.
 
         Whether the batch is trained on or evaluated shows only when a model is called, so its epoch waits for that.
         """
@@ -1250,24 +1300,26 @@ class LoaderObserver:
         self.noise = 0
 
     def check_stream(self, iterator: Any, batch: Any, epoch: Epoch) -> None:
-        """Find workers of which each yields the whole stream, so that all samples are trained on several times.
+        """After a batch of a stream: find workers of which each yields the whole stream, and not a part of its own.
 
-        A loader takes one batch from each worker in turn. So the batches of a round are equal then, and because a
-        stream of equal batches is no mistake, those of three rounds have to differ from each other.
+        Then every sample is trained on several times. A loader takes one batch from each worker in turn, which is a
+        round. If each worker yields the whole stream, the batches of a round are equal. A stream of equal batches is no
+        mistake, so the batches also have to change from round to round.
         """
-        workers = iterator._num_workers
-        rounds = 3
+        rounds_to_compare = 3
+        number_of_workers = iterator._num_workers
         batches = self.streams[iterator]  # a checksum of each batch so far
         batches.append(combined(checksums(list(tensors_in(batch)))))
-        if len(batches) < rounds * workers:
+        if len(batches) < rounds_to_compare * number_of_workers:
             return
-        del self.streams[iterator]  # later batches of this epoch are not noted
-        first_of_each_round = range(0, len(batches), workers)
-        equal_in_rounds = all(equal(batches[first : first + workers]) for first in first_of_each_round)
-        different_batches = set(batches)
-        if equal_in_rounds and len(different_batches) == rounds:
-            sentence = f"All {workers} workers of this loader yield the same batches, one after the other."
-            self.record.add_finding("stream_repeated", epoch.place, sentence)
+        del self.streams[iterator]  # later batches of this epoch are not looked at
+
+        rounds = [batches[first : first + number_of_workers] for first in range(0, len(batches), number_of_workers)]
+        each_round_is_equal = all(equal(batches_of_round) for batches_of_round in rounds)
+        rounds_differ = len(set(batches)) == rounds_to_compare
+        if each_round_is_equal and rounds_differ:
+            sentence = f"All {number_of_workers} workers of this loader yield the same batches, one after the other."
+            self.record.add_finding("stream_repeated", epoch.code_line, sentence)
 
     def end_epoch(self, iterator: Any) -> None:
         """At the end of a loop over a loader: remember it if it was an evaluation that got repeated samples.
@@ -1282,21 +1334,22 @@ class LoaderObserver:
             self.padded_evaluation = epoch
 
     def model_called(self, model: str, with_gradients: bool) -> None:
-        """At a model's first call after a batch: note whether the batch is trained on or evaluated.
+        """At a model's first call after a batch: record whether the batch is trained on or evaluated.
 
-        ``model`` is the model's name in the record. ``with_gradients``: whether gradients are recorded, as in training.
+        ``model`` is the model's name in the record, such as "DDP Net 1". ``with_gradients`` says whether gradients are
+        recorded, as in training.
         """
         epoch = self.waiting_epoch
         if epoch is None:
             return
-        if with_gradients:
-            self.training_epoch = epoch
-            self.padded_evaluation = None
-            if model not in epoch.models:
-                epoch.models.append(model)
-        else:
-            epoch.evaluated += 1
         self.waiting_epoch = None
+        if not with_gradients:
+            epoch.evaluated += 1
+            return
+        self.training_epoch = epoch
+        self.padded_evaluation = None
+        if model not in epoch.models:
+            epoch.models.append(model)
 
     def optimizer_steps(self) -> None:
         """Before a step of an optimizer: count it for the epoch whose batch it was trained on."""
@@ -1304,24 +1357,29 @@ class LoaderObserver:
             self.training_epoch.steps += 1
 
     def find_padding(self, result: Any, tensor: Any, *args: Any, **kwargs: Any) -> None:
-        """After a reduction: find an evaluation that counts the samples which its sampler has repeated.
+        """After ``all_reduce(tensor)`` or ``reduce``: find an evaluation that counts repeated samples.
 
-        A DistributedSampler repeats some, so that all ranks get equally many. It is certain that they are counted if
-        the reduced tensor has the number of all samples with the repeated ones. ``result`` is what all_reduce returned.
+        A DistributedSampler repeats some samples, so that all ranks get equally many. It is certain that an evaluation
+        counts them if it adds up a number that is that of all samples with the repeated ones. ``result`` is what the
+        collective has returned.
         """
         epoch = self.padded_evaluation
-        if epoch is None or not isinstance(tensor, torch.Tensor) or tensor.numel() > LARGEST_METRIC:
+        if epoch is None:  # no such evaluation has just ended
             return
-        if result is not None:  # the Work of an asynchronous collective, which has not yet filled the tensor
+        is_metric = isinstance(tensor, torch.Tensor) and tensor.numel() <= LARGEST_METRIC
+        if not is_metric:
+            return
+        is_asynchronous = result is not None  # then it is a Work, and the tensor is not yet filled
+        if is_asynchronous:
             return
         values = local_part(tensor).flatten().tolist()
         if epoch.padded_length in values:
-            added = epoch.padded_length - epoch.samples
+            repeated = epoch.padded_length - epoch.samples
             sentence = (
                 f"The evaluation counts {epoch.padded_length} samples of {epoch.samples}: the DistributedSampler "
-                f"of the loop in line {epoch.place.line} gives {added} of them twice."
+                f"of the loop in line {epoch.code_line.line} gives {repeated} of them twice."
             )
-            self.record.add_finding("counted_twice", readers_line(), sentence)
+            self.record.add_finding("counted_twice", user_code_line(), sentence)
             self.padded_evaluation = None
 
 
@@ -1355,7 +1413,7 @@ class Clip:
     """A call of clip_grad_norm_ or clip_grad_value_ that has changed gradients."""
 
     parameters: set[int]  # the ids of the parameters whose gradients are clipped
-    place: Place
+    code_line: CodeLine
 
 
 @dataclass(frozen=True)
@@ -1366,7 +1424,7 @@ class ObservedScheduler:
     """
 
     scheduler: Any
-    first_step: Place
+    first_step: CodeLine
     order: list[str]  # "scheduler" and "optimizer"; begins with "later" if what came before is not known
 
 
@@ -1381,16 +1439,19 @@ class ScalerObserver:
         """Let the methods below be called where scalers, clipping and schedulers are used. ``record`` gets findings."""
         self.record = record
         self.patches = patches
-        # Scalers by their ids:
+
+        # Scalers, by their ids:
         self.scalers: dict[int, Any] = {}  # those that scaled a loss
         self.stepped_scalers: set[int] = set()
         self.unscaled_by_hand: set[int] = set()  # those whose scale the script reads
-        self.direct_steps: dict[int, Place] = {}  # where an optimizer steps by itself with gradients of this scale
-        self.clips: list[Clip] = []  # since the last step
+        self.direct_steps: dict[int, CodeLine] = {}  # where an optimizer steps by itself with gradients of this scale
         self.is_in_scaler_step = False  # a scaler's step calls the optimizer's
+
+        self.clips: list[Clip] = []  # since the last step
         self.stepped_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.schedulers: dict[int, ObservedScheduler] = {}  # by the scheduler's id
         self.scheduler_depth = 0  # a SequentialLR calls the step of other schedulers within its own
+
         patches.before(GradScaler, "scale", self.scale)
         patches.before(GradScaler, "get_scale", self.read_scale)
         patches.around(GradScaler, "step", self.step_scaler)
@@ -1407,13 +1468,16 @@ class ScalerObserver:
 
     def read_scale(self, scaler: Any) -> None:
         """Before ``scaler.get_scale()``: if the script's own code asks for the scale, it may divide gradients by it."""
-        is_called_by_script = part_of_torch() == ""
+        is_called_by_script = caller_in_torch() == ""
         if is_called_by_script:
             self.unscaled_by_hand.add(id(scaler))
 
     def is_scaling(self, scaler: Any) -> bool:
         """Whether a scaler certainly multiplied the gradients, and nobody but its ``unscale_`` divides them again."""
-        if id(scaler) not in self.scalers or id(scaler) in self.unscaled_by_hand or scaler._scale is None:
+        has_scaled_a_loss = id(scaler) in self.scalers
+        if not has_scaled_a_loss or scaler._scale is None:
+            return False
+        if id(scaler) in self.unscaled_by_hand:
             return False
         return value_of(scaler._scale) != 1.0
 
@@ -1426,7 +1490,7 @@ class ScalerObserver:
         return state is not None and state["stage"].name != "READY"
 
     def clip(self, original: Callable[..., Any], parameters: Any, limit: Any, *args: Any, **kwargs: Any) -> Any:
-        """In the place of ``clip_grad_norm_(parameters, limit)`` and ``clip_grad_value_``: note what was clipped.
+        """Replaces ``clip_grad_norm_(parameters, limit)`` and ``clip_grad_value_``: record what is clipped.
 
         ``original`` is torch's function. Its result, which is the gradients' norm or None, is returned.
         """
@@ -1437,9 +1501,9 @@ class ScalerObserver:
         return norm
 
     def note_clip(self, parameters: Any, limit: Any, norm: Any) -> None:
-        """Note which gradients were clipped, unless their norm was only measured, or was below the limit.
+        """Record which gradients were clipped, unless their norm was only measured, or was below the limit.
 
-        ``norm`` is what torch's function returned: None if it clips each value by itself.
+        ``norm`` is what torch's function returned: the norm for clip_grad_norm_, None for clip_grad_value_.
         """
         if float(limit) == float("inf"):  # a usual way to get the norm without a change
             return
@@ -1448,43 +1512,49 @@ class ScalerObserver:
             if value_of(norm) <= float(limit):
                 return
         clipped = {id(parameter) for parameter in tensors_in(parameters)}
-        self.clips.append(Clip(clipped, readers_line()))
+        self.clips.append(Clip(clipped, user_code_line()))
 
     def step_scaler(self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """In the place of ``scaler.step(optimizer)``: look at what was clipped, and mark the optimizer's step.
+        """Replaces ``scaler.step(optimizer)``: look at what was clipped, and mark the optimizer's step as the scaler's.
 
-        ``original`` is torch's method, which calls ``optimizer.step()``. ``optimizer_steps`` below has to know that
-        this step is not one that the script makes past its scaler.
+        ``original`` is torch's method, which calls ``optimizer.step()``. By the mark ``optimizer_steps`` below knows
+        that the script does not make this step past its scaler.
         """
-        self.patches.run(self.find_scaled_clips, scaler, optimizer)
+        self.patches.run(self.note_scaler_step, scaler, optimizer)
         self.is_in_scaler_step = True
         try:
             return original(scaler, optimizer, *args, **kwargs)
         finally:
             self.is_in_scaler_step = False
 
-    def find_scaled_clips(self, scaler: Any, optimizer: Any) -> None:
-        """Before ``scaler.step(optimizer)``: find gradients of this optimizer that were clipped while scaled.
-
-        The limit of the clipping is meant for gradients as they are, and not for thousands of times as large ones.
-        """
+    def note_scaler_step(self, scaler: Any, optimizer: Any) -> None:
+        """Before ``scaler.step(optimizer)``: record the step, and check the clipping since the last step."""
         self.stepped_scalers.add(id(scaler))
         self.note_order(optimizer)
-        clips_since_last_step = self.clips
+        clips = self.clips
         self.clips = []
-        if not self.is_scaling(scaler) or self.is_unscaled(scaler, optimizer):
-            return
+        gradients_are_scaled = self.is_scaling(scaler) and not self.is_unscaled(scaler, optimizer)
+        if gradients_are_scaled:
+            self.find_scaled_clips(scaler, optimizer, clips)
+
+    def find_scaled_clips(self, scaler: Any, optimizer: Any, clips: list[Clip]) -> None:
+        """Find gradients of this optimizer that were clipped while they were multiplied by the scaler's scale.
+
+        The limit of the clipping is meant for the gradients themselves, and the scaled ones are thousands of times as
+        large. ``clips`` are the calls of clip_grad_norm_ and clip_grad_value_ since the last step.
+        """
         parameters = {id(parameter) for parameter in parameters_of(optimizer)}
-        for clip in clips_since_last_step:
-            if not clip.parameters.isdisjoint(parameters):
+        for clip in clips:
+            clips_this_optimizer = not clip.parameters.isdisjoint(parameters)
+            if clips_this_optimizer:
                 scale = value_of(scaler._scale)
                 sentence = f"The gradients are clipped while they are still multiplied by the loss scale, {scale:g}."
-                self.record.add_finding("clipped_while_scaled", clip.place, sentence)
+                self.record.add_finding("clipped_while_scaled", clip.code_line, sentence)
 
     def optimizer_steps(self, optimizer: Any) -> None:
-        """Before an optimizer's step: if no scaler calls it, note whether its gradients are scaled.
+        """Before an optimizer's step: if the script calls it past its scaler, record whether the gradients are scaled.
 
-        It becomes a finding only in ``close``, because the script may yet show that it divides them itself.
+        It becomes a finding only in ``close``, because the script may yet show that it divides the gradients itself.
         """
         if self.is_in_scaler_step:
             return
@@ -1492,15 +1562,16 @@ class ScalerObserver:
         self.note_order(optimizer)
         for scaler in self.scalers.values():
             if self.is_scaling(scaler) and not self.is_unscaled(scaler, optimizer):
-                self.direct_steps[id(scaler)] = readers_line()
+                self.direct_steps[id(scaler)] = user_code_line()
 
     def step_scheduler(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        """In the place of ``scheduler.step()``: note the script's own calls.
+        """Replaces ``scheduler.step()``: record the script's own calls.
 
-        A scheduler may be made of others, whose ``step`` it calls within its own. These calls do not count, and
+        A scheduler may be made of others, whose ``step`` it calls within its own. Such calls do not count;
         ``scheduler_depth`` says how deep they are. ``original`` is the method of the scheduler's class.
         """
-        if self.scheduler_depth == 0:
+        is_called_by_script = self.scheduler_depth == 0
+        if is_called_by_script:
             self.patches.run(self.scheduler_steps, scheduler)
         self.scheduler_depth += 1
         try:
@@ -1509,24 +1580,26 @@ class ScalerObserver:
             self.scheduler_depth -= 1
 
     def scheduler_steps(self, scheduler: Any) -> None:
-        """Before a scheduler's step: note the step in the order in which the scheduler and its optimizer step.
+        """Before ``scheduler.step()``: record the step, in the order in which the scheduler and its optimizer step.
 
-        The order must begin with the training's very first step, or it shows nothing.
+        Only an order that begins with the training's very first step shows a mistake. Any other begins with "later".
         """
         steps_made = getattr(scheduler, "_step_count", 0)
-        if steps_made == 0:  # it is being built, or it counts no steps
+        is_being_built = steps_made == 0  # or it is of a class that counts no steps
+        if is_being_built:
             return
         if id(scheduler) in self.schedulers:
             self.schedulers[id(scheduler)].order.append("scheduler")
             return
+
+        # This is the first step that is observed. torch has counted one already, made by the scheduler's constructor.
+        is_first_after_building = steps_made == 1 and scheduler.last_epoch == 0
         optimizer = scheduler.optimizer
-        has_stepped = optimizer in self.stepped_optimizers or getattr(optimizer, "_opt_called", False)
-        # A scheduler makes its first step by itself when it is built, and is then at epoch 0.
-        is_first_of_all = steps_made == 1 and scheduler.last_epoch == 0 and not has_stepped
+        optimizer_has_stepped = optimizer in self.stepped_optimizers or getattr(optimizer, "_opt_called", False)
         order = ["later"]
-        if is_first_of_all:
+        if is_first_after_building and not optimizer_has_stepped:
             order = ["scheduler"]
-        self.schedulers[id(scheduler)] = ObservedScheduler(scheduler, readers_line(), order)
+        self.schedulers[id(scheduler)] = ObservedScheduler(scheduler, user_code_line(), order)
 
     def note_order(self, optimizer: Any) -> None:
         """Before an optimizer's step: note it for each scheduler that changes its learning rates."""
@@ -1536,17 +1609,25 @@ class ScalerObserver:
                 observed.order.append("optimizer")
 
     def close(self) -> None:
-        """At the end of the observation: add the findings that were not certain before.
+        """At the end of the observation: add the findings that were not certain before."""
+        self.find_steps_past_scalers()
+        self.find_schedulers_before_optimizers()
 
-        A step past a scaler is a mistake if this scaler never makes a step, and the script never asks for its scale.
+    def find_steps_past_scalers(self) -> None:
+        """Find steps of an optimizer with gradients that are still scaled, because the script does not use the scaler.
+
+        It is certain if the scaler never makes a step, and the script never asks for the scale to divide by it.
         """
-        for scaler_id, place in self.direct_steps.items():
+        for scaler_id, code_line in self.direct_steps.items():
             if scaler_id not in self.stepped_scalers and scaler_id not in self.unscaled_by_hand:
                 sentence = "optimizer.step() applies gradients that are still multiplied by the loss scale."
-                self.record.add_finding("wrong_order", place, sentence)
+                self.record.add_finding("wrong_order", code_line, sentence)
+
+    def find_schedulers_before_optimizers(self) -> None:
+        """Find schedulers that step before their optimizer, and do so three times from the first step on."""
+        wrong_order = ["scheduler", "optimizer"] * 3
         for observed in self.schedulers.values():
-            scheduler_comes_first = ["scheduler", "optimizer"] * 3  # three times, so it is no accident
-            if observed.order[: len(scheduler_comes_first)] == scheduler_comes_first:
+            if observed.order[: len(wrong_order)] == wrong_order:
                 sentence = "The scheduler steps before the optimizer, so the first learning rate is never used."
                 self.record.add_finding("wrong_order", observed.first_step, sentence)
 
@@ -1575,7 +1656,7 @@ class Load:
     """A call of ``load_state_dict(strict=False)``."""
 
     has_match: bool  # whether the module has any of the keys that it was given
-    place: Place
+    code_line: CodeLine
     example: str  # names a key that the module has, and one that it was given
 
 
@@ -1589,7 +1670,7 @@ class StateObserver:
     def __init__(self, record: Record, patches: Patches, steps_made: Callable[[], int]) -> None:
         """Let the methods below be called where a script registers, loads and saves state.
 
-        ``record`` gets the notes and findings. ``steps_made`` returns how many optimizer steps this rank has made.
+        ``record`` gets what they see, and findings. ``steps_made()`` is how many optimizer steps this rank has made.
         """
         self.record = record
         self.steps_made = steps_made
@@ -1598,6 +1679,7 @@ class StateObserver:
         self.ties: list[list[Attribute]] = []
         self.is_loading = False  # whether a load_state_dict runs
         self.loads: dict[int, list[Load]] = {}  # by a checksum of the keys that were given
+
         patches.before(nn.Module, "register_parameter", self.register)
         patches.before(nn.Module, "load_state_dict", self.load)
         patches.after(nn.Module, "load_state_dict", self.loaded)
@@ -1611,22 +1693,23 @@ class StateObserver:
                 self.register(module, name, parameter)
 
     def register(self, module: nn.Module, name: str, parameter: Any) -> None:
-        """Note that ``module.name`` becomes a parameter, and find the other attributes that hold the same one.
+        """When ``module.name`` becomes a parameter: find the other attributes of modules that hold the same parameter.
 
-        Two attributes that hold one parameter are a tie. The list of holders then is in ``ties`` too, and grows there
-        if a third attribute comes.
+        Weights are tied if several attributes hold one parameter, as an embedding and the head of a language model may.
+        The list of these attributes is then a tie. A third attribute joins the list that is there.
         """
         if not self.is_loading:
             self.forget_ties_of(module, name)  # the script itself assigns a parameter, so it decides what is tied
         if not isinstance(parameter, nn.Parameter):
             return
-        holders = self.attributes.get(id(parameter), [])
-        if not any(attribute.parameter() is parameter for attribute in holders):
-            holders = []  # they held an earlier parameter with this id, which is gone
-        holders.append(Attribute(owner=weakref.ref(module), name=name))
-        self.attributes[id(parameter)] = holders
-        if len(holders) == 2:  # with three it is in ``ties`` already
-            self.ties.append(holders)
+        attributes = self.attributes.get(id(parameter), [])
+        is_known_parameter = any(attribute.parameter() is parameter for attribute in attributes)
+        if not is_known_parameter:
+            attributes = []  # they held an earlier parameter with this id, which is gone
+        attributes.append(Attribute(owner=weakref.ref(module), name=name))
+        self.attributes[id(parameter)] = attributes
+        if len(attributes) == 2:  # with three it is in ``ties`` already
+            self.ties.append(attributes)
 
     def forget_ties_of(self, module: nn.Module, name: str) -> None:
         """Take the attribute ``module.name`` out of the ties that it is in."""
@@ -1639,20 +1722,22 @@ class StateObserver:
             tie[:] = others  # in place, because ``attributes`` has the same list
 
     def load(self, module: nn.Module, state: Any, strict: bool = True, *args: Any, **kwargs: Any) -> None:
-        """Before ``module.load_state_dict(state)``: with strict=False, note whether the keys match any of the module.
+        """Before ``module.load_state_dict(state)``: with strict=False, record whether the module has any of the keys.
 
-        With strict=True torch itself raises an error. It is no finding yet, because a script may try one ``state`` on
-        several modules in turn: see ``close``.
+        If none is, it is not a finding yet, because a script may try one ``state`` on several modules in turn: see
+        ``close``.
         """
         self.is_loading = True
+        if strict:  # then torch itself raises an error
+            return
         # Not the keys of state_dict(), whose hooks may communicate.
         own_keys = {name for name, _ in itertools.chain(module.named_parameters(), module.named_buffers())}
-        if strict or not own_keys or not state:
+        if not own_keys or not state:
             return
         given_keys = sorted(state)
         load = Load(
             has_match=not own_keys.isdisjoint(given_keys),
-            place=readers_line(),
+            code_line=user_code_line(),
             example=f"it has {min(own_keys)}, and was given {given_keys[0]}",
         )
         self.loads.setdefault(crc(given_keys), []).append(load)
@@ -1664,23 +1749,32 @@ class StateObserver:
     def load_distributed(self, result: Any, state: Any, *args: Any, **kwargs: Any) -> None:
         """After ``dcp.load(state, checkpoint_id=…)``: find what the load left out without an error.
 
-        dcp.load fills the tensors that ``state`` has, and says nothing of what else the checkpoint holds.
+        dcp.load fills the tensors that ``state`` has, and does not mention what else the checkpoint holds.
         """
-        path = kwargs.get("checkpoint_id")
-        if path is None or not os.path.isdir(path):
+        folder = kwargs.get("checkpoint_id")
+        if folder is None or not os.path.isdir(folder):
             return
-        saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
         saved_keys = set(saved)
         self.find_empty_optimizers(state, saved_keys)
         self.find_tensors_left_out(state, {key for key, value in saved.items() if isinstance(value, TensorMetadata)})
-        # Unless a planner allows that keys are missing, dcp.load itself raises an error.
-        may_miss_keys = getattr(kwargs.get("planner"), "allow_partial_load", False)
+        # Only a planner that allows a partial load lets keys be missing. Otherwise dcp.load itself raises an error.
+        allows_missing_keys = getattr(kwargs.get("planner"), "allow_partial_load", False)
+        if allows_missing_keys:
+            self.find_empty_load(state, saved_keys)
+
+    def find_empty_load(self, state: dict[str, Any], saved_keys: set[str]) -> None:
+        """Find a load that has filled nothing, because the checkpoint has none of the tensors' keys.
+
+        ``state`` is what was loaded into: nested dictionaries with tensors. ``saved_keys`` are the keys of all that the
+        checkpoint holds, such as "model.head.weight".
+        """
         asked_keys = {key for key, value in flat(state) if isinstance(value, torch.Tensor)}
-        if may_miss_keys and asked_keys and asked_keys.isdisjoint(saved_keys):
+        if asked_keys and asked_keys.isdisjoint(saved_keys):
             sentence = (
                 f"Not one tensor was loaded: {min(asked_keys)} was asked for, and the checkpoint has {min(saved_keys)}."
             )
-            self.record.add_finding("nothing_restored", readers_line(), sentence)
+            self.record.add_finding("nothing_restored", user_code_line(), sentence)
 
     def find_tensors_left_out(self, state: dict[str, Any], saved_tensors: set[str]) -> None:
         """Find parts of a load, such as "model", of which the checkpoint holds more tensors than were asked for.
@@ -1697,26 +1791,27 @@ class StateObserver:
                 sentence = (
                     f"The checkpoint also holds {len(left)} tensors that were not asked for, such as {min(left)}."
                 )
-            self.record.findings.append(
-                replace(finding("nothing_restored", readers_line(), (), sentence), is_note=True)
-            )
+            mistake = make_finding("nothing_restored", user_code_line(), (), sentence)
+            self.record.findings.append(replace(mistake, is_note=True))
 
     def find_empty_optimizers(self, state: dict[str, Any], saved_keys: set[str]) -> None:
-        """Find an optimizer's state dictionary that a checkpoint was loaded into while it had no place for moments.
+        """Find an optimizer's state dictionary without moments, into which a checkpoint with moments was loaded.
 
-        ``state`` is what was loaded into, and may have such dictionaries as values. ``saved_keys`` are the names of all
-        that the checkpoint holds, such as "optimizer.state.weight.exp_avg".
+        ``state`` is what was loaded into, such as {"model": {…}, "optimizer": {"state": {}, "param_groups": […]}}.
+        ``saved_keys`` are the keys of all that the checkpoint holds, such as "optimizer.state.weight.exp_avg".
         """
         for name, part in state.items():
             is_optimizer = isinstance(part, dict) and "param_groups" in part
-            if not is_optimizer or part.get("state"):
+            if not is_optimizer:
                 continue
-            if any(key.startswith(f"{name}.state.") for key in saved_keys):
+            has_place_for_moments = bool(part.get("state"))
+            moments_are_saved = any(key.startswith(f"{name}.state.") for key in saved_keys)
+            if moments_are_saved and not has_place_for_moments:
                 sentence = (
                     f"The checkpoint holds the optimizer's moments, and {name!r} has no place for them: "
                     "the state of an optimizer that has made no step is empty."
                 )
-                self.record.add_finding("nothing_restored", readers_line(), sentence)
+                self.record.add_finding("nothing_restored", user_code_line(), sentence)
 
     def save(self, value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
         """Before ``torch.save(value, file)``: note the first time that a path is written to.
@@ -1728,23 +1823,27 @@ class StateObserver:
         if os.fspath(file).startswith("/dev/"):  # such as /dev/null, which all ranks may write to
             return
         path = os.path.realpath(file)
-        save = Save(steps_made=self.steps_made(), place=readers_line())
+        save = Save(steps_made=self.steps_made(), code_line=user_code_line())
         self.record.saves.setdefault(path, save)
 
     def broken_ties(self, model: nn.Module) -> Iterator[str]:
-        """Yields, for each tie of a model that is broken, the parameters that it has now: "head.weight and wte.weight".
+        """Yields the names of weights of a model that were tied, and are no longer: "head.weight and wte.weight".
 
-        A tie is a list of attributes that once held one parameter. It is broken if they hold several now.
+        A tie is a list of attributes of modules that once held one parameter. It is broken if they hold several now.
         """
-        paths = {module: path for path, module in model.named_modules()}  # the model's own path is ""
+        path_of_module = {module: path for path, module in model.named_modules()}  # the model's own path is ""
         for tie in self.ties:
-            names: dict[nn.Parameter, str] = {}  # for a parameter that several attributes hold, the first one's
+            names: dict[
+                nn.Parameter, str
+            ] = {}  # {each parameter that the tie has now: the first attribute that holds it}
             for attribute in tie:
                 module = attribute.owner()
                 parameter = attribute.parameter()
-                if parameter is None or module not in paths:  # the attribute is gone, or of another model
+                if parameter is None:  # the attribute is gone
                     continue
-                full_name = f"{paths[module]}.{attribute.name}".lstrip(".")
+                if module not in path_of_module:  # it belongs to another model
+                    continue
+                full_name = f"{path_of_module[module]}.{attribute.name}".lstrip(".")
                 names.setdefault(parameter, full_name)
             if len(names) > 1:
                 yield " and ".join(names.values())
@@ -1757,7 +1856,7 @@ class StateObserver:
         for loads in self.loads.values():
             if not any(load.has_match for load in loads):
                 sentence = f"load_state_dict(strict=False) matched no key of the module: {loads[0].example}."
-                self.record.add_finding("nothing_loaded", loads[0].place, sentence)
+                self.record.add_finding("nothing_loaded", loads[0].code_line, sentence)
 
 
 def flat(state: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -1803,9 +1902,9 @@ class CommunicationObserver:
     )
 
     def __init__(self, record: Record, patches: Patches, sent: Callable[[], None]) -> None:
-        """Let ``note`` be called with what any collective sends. ``record`` gets the notes.
+        """Let ``note`` be called before every collective, with the tensors that it sends.
 
-        ``sent`` is called after each collective that the script's own code has called.
+        ``record`` gets what ``note`` sees. ``sent`` is called at each collective that the script's own code calls.
         """
         self.record = record
         self.sent = sent
@@ -1828,12 +1927,12 @@ class CommunicationObserver:
         self.note(list(tensors_in([args, kwargs])))
 
     def note(self, tensors: list[torch.Tensor]) -> None:
-        """Note the tensors that a collective sends, unless a part of torch calls it for the script.
+        """Record the sizes and addresses of tensors that a collective sends, if the script's own code calls it.
 
-        The rules are silent where a script may average gradients, weights or metrics itself. So large tensors are noted
-        apart from small ones, which can only be metrics unless a parameter has their size.
+        The rules are silent where a script may average gradients, weights or metrics itself. So large tensors are
+        recorded apart from small ones, which can only be metrics unless a parameter has their size.
         """
-        if part_of_torch().startswith(self.PARTS_OF_TORCH):
+        if caller_in_torch().startswith(self.PARTS_OF_TORCH):
             return
         for tensor in tensors:
             # Functions such as all_gather_object send Python objects as bytes.
@@ -1859,7 +1958,7 @@ class ObservedModel:
     """A module that the training loop calls, and how it was called so far."""
 
     module: nn.Module
-    note: Model
+    description: Model
     name: str = ""  # empty until the training uses the module
     calls: Calls = field(default_factory=lambda: Calls(to_average=0, to_broadcast=0, averaged=0))
     waits_for_backward: bool = False  # since a forward whose backward will average the gradients
@@ -1883,10 +1982,10 @@ class ObservedModel:
             broadcasts_buffers: bool = self.module._check_sync_bufs_pre_fwd()
             return broadcasts_buffers
         # fully_shard gathers the weights from all ranks in each call. A model without a wrapper sends nothing.
-        return self.note.wrapper == "FSDP"
+        return self.description.wrapper == "FSDP"
 
 
-def note_of_model(module: nn.Module) -> Model:
+def describe_model(module: nn.Module) -> Model:
     """How a model is wrapped, and which ranks average its gradients: DDP's group, or the mesh of fully_shard.
 
     fully_shard may have been applied to the model or only to modules inside it. Then the first of these counts.
@@ -1909,6 +2008,10 @@ class TrainingObserver:
         self.record = Record()
         self.patches = Patches(self.record)
         self.store: Any = None  # of the process group
+        self.is_finished = False
+        self.hooks: list[Any] = []  # torch's handles, by which its hooks are removed
+
+        # Models, and calls of them:
         self.models: dict[int, ObservedModel] = {}  # by the module's id
         # {a module inside DDP: a reference to the DistributedDataParallel}
         self.wrapper_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref] = weakref.WeakKeyDictionary()
@@ -1917,17 +2020,17 @@ class TrainingObserver:
         self.backward_depth = 0  # likewise, of backward passes
         self.random_state = 0  # a checksum of the random state before the current call of a model
         self.has_dropped = False  # whether a dropout drew random numbers in the current call of a model
-        self.optimizers: dict[int, ObservedOptimizer] = {}  # by the optimizer's id
-        self.built: weakref.WeakKeyDictionary[Any, Place] = weakref.WeakKeyDictionary()  # where an optimizer was built
-        self.stepping: Any = None  # the optimizer whose step runs
         self.evaluation: Evaluation | None = None  # the current one; None while the model is trained
-        self.is_finished = False
-        self.hooks: list[Any] = []  # torch's handles, by which its hooks are removed
+
+        # Optimizers, and steps of them:
+        self.optimizers: dict[int, ObservedOptimizer] = {}  # by the optimizer's id
+        self.built: weakref.WeakKeyDictionary[Any, CodeLine] = weakref.WeakKeyDictionary()  # where each was built
+        self.stepping: Any = None  # the optimizer whose step runs
 
     def start(self, note_existing: bool = True) -> None:
         """Begin to observe. ``note_existing``: look for the modules that the script has built already.
 
-        The four observers replace what belongs to them; the rest is replaced here.
+        The four observers replace the functions of torch that they need; the other functions are replaced here.
         """
         patches = self.patches
         self.loaders = LoaderObserver(self.record, patches)
@@ -1942,16 +2045,20 @@ class TrainingObserver:
         patches.before(torch.Tensor, "item", self.read_number)
         patches.replace_copies()
         if note_existing:
-            # By type(), because isinstance() reads an object's __class__, at which a lazy object may begin to work.
-            existing = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
-            patches.run(self.states.note_existing, existing)
-            for module in existing:
-                if isinstance(module, DistributedDataParallel):
-                    patches.run(self.observed, module)
+            self.find_existing_modules()
         self.hooks = [
             register_optimizer_step_pre_hook(self.before_step),
             register_optimizer_step_post_hook(self.after_step),
         ]
+
+    def find_existing_modules(self) -> None:
+        """Learn of the modules that were built before the observation began, which are all that this process holds."""
+        # By type(), because isinstance() reads an object's __class__, at which a lazy object may begin to work.
+        modules = [value for value in gc.get_objects() if issubclass(type(value), nn.Module)]
+        self.patches.run(self.states.note_existing, modules)
+        for module in modules:
+            if isinstance(module, DistributedDataParallel):
+                self.patches.run(self.observed, module)
 
     def remove_hooks(self) -> None:
         """Remove the hooks of optimizers.
@@ -1969,31 +2076,37 @@ class TrainingObserver:
         self.is_finished = True
         self.patches.remove()
         self.patches.run(self.loaders.close)
-        # What is certain only now:
+
+        # Findings that were not certain before the end:
         self.patches.run(self.scalers.close)
         self.patches.run(self.states.close)
         self.patches.run(self.find_idle_optimizers)
-
-        if dist.is_initialized():
-            self.see_group()
-        elif self.store is None:
-            self.record.rank = int(os.environ.get("RANK", 0))  # a script that never made a group
-        self.record.host = socket.gethostname()
-        self.record.device = torch.backends.cpu.get_cpu_capability()
-        if torch.cuda.is_available():
-            self.record.device = torch.cuda.get_device_name()
-        if not OTHER_LIBRARIES.isdisjoint(sys.modules):
-            self.record.sent_large = True  # they may send what this check cannot see
-        findings = without_repetitions(self.record.findings)
-        self.record.findings = [replace(found, ranks=(self.record.rank,)) for found in findings]
+        self.complete_record()
 
         # The rest of the training may be long. What refers to models and optimizers would keep their memory.
         self.models.clear()
         self.optimizers.clear()
         del self.loaders, self.scalers, self.states, self.communication
 
+    def complete_record(self) -> None:
+        """At the end of the observation: record this rank's number, host and device, and add the number to findings."""
+        record = self.record
+        if dist.is_initialized():
+            self.see_group()
+        elif self.store is None:  # the script has never made a group
+            record.rank = int(os.environ.get("RANK", 0))
+        record.host = socket.gethostname()
+        record.device = torch.backends.cpu.get_cpu_capability()
+        if torch.cuda.is_available():
+            record.device = torch.cuda.get_device_name()
+        uses_other_library = not OTHER_LIBRARIES.isdisjoint(sys.modules)
+        if uses_other_library:
+            record.sent_large = True  # it may send what this check cannot see
+        findings = without_repetitions(record.findings)
+        record.findings = [replace(finding, ranks=(record.rank,)) for finding in findings]
+
     def see_group(self) -> None:
-        """Note this rank's number in the process group, and the group's store, through which the notes will go.
+        """Record this rank's number in the process group, and keep the group's store for the exchange of the records.
 
         It is called as early as there is a group, because the script may end its group before the check ends.
         """
@@ -2004,32 +2117,33 @@ class TrainingObserver:
     # --- calls of modules
 
     def wrap_module_calls(self) -> None:
-        """Observe the calls of models, by a replacement of the method with which every module is called."""
+        """Replace ``nn.Module.__call__``, with which every module is called, to observe the calls of models."""
         original = nn.Module.__call__
 
         @functools.wraps(original)
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            """Takes the place of ``original``, nn.Module.__call__, which runs alone if the call is not to be noted."""
-            # While a graph is compiled, or a checkpointed part is recomputed in backward, nothing new is called.
-            if torch.compiler.is_compiling() or self.backward_depth > 0 or not self.patches.is_on():
+        def replacement(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # While a graph is compiled, or a checkpointed part is recomputed in backward, the script calls no model.
+            is_recomputed = self.backward_depth > 0
+            if torch.compiler.is_compiling() or is_recomputed or not self.patches.is_on():
                 return original(module, *args, **kwargs)
             return self.call_module(original, module, args, kwargs)
 
-        self.patches.replace(nn.Module, "__call__", call)
+        self.patches.replace(nn.Module, "__call__", replacement)
 
     def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """In the place of ``module(*args, **kwargs)``: note the call if the module is a model, or a dropout inside one.
+        """Replaces ``module(*args, **kwargs)``: record the call if the module is a model, or a dropout inside one.
 
         A model is a module that no other module calls, or DDP, which may be inside another. ``original`` is torch's
-        method, which runs the module's forward. Modules call each other, so this runs within itself, and
+        method, which runs the module's forward. Modules call each other, so this method runs within itself, and
         ``call_depth`` says how deep.
         """
         inner = uncompiled(module)
         is_ddp = isinstance(inner, DistributedDataParallel)
         is_called_by_script = self.call_depth == 0
+        is_model = is_called_by_script or is_ddp
         self.call_depth += 1
-        forward = None  # the notes of this call, if it is one to note
-        if is_called_by_script or is_ddp:
+        forward = None  # the record of this call, if it gets one
+        if is_model:
             forward = self.patches.run(self.before_model, inner, args, kwargs)
         elif self.wrapper_of:
             self.patches.run(self.check_wrapper, module)
@@ -2054,7 +2168,7 @@ class TrainingObserver:
         """
         known = self.models.get(id(module))
         if known is not None:
-            was_wrapped_since = isinstance(module, FSDPModule) and not known.note.wrapper
+            was_wrapped_since = isinstance(module, FSDPModule) and not known.description.wrapper
             if not was_wrapped_since:
                 return known
         has_parameters = next(module.parameters(), None) is not None
@@ -2063,11 +2177,12 @@ class TrainingObserver:
         if isinstance(module, DistributedDataParallel):
             for part in module.module.modules():
                 self.wrapper_of[part] = weakref.ref(module)  # by which ``check_wrapper`` finds calls that go past DDP
-        self.models[id(module)] = ObservedModel(module, note_of_model(module))
-        return self.models[id(module)]
+        model = ObservedModel(module, describe_model(module))
+        self.models[id(module)] = model
+        return model
 
-    def use(self, model: ObservedModel) -> None:
-        """Give the model a name when the training first uses it, such as "DDP Net 1" for the first Net inside DDP.
+    def give_name(self, model: ObservedModel) -> None:
+        """When the training first uses a model, give it a name, such as "DDP Net 1" for the first Net inside DDP.
 
         By its name a model of one rank is compared with that of another. The name is the same on all ranks that use
         their models in the same order.
@@ -2075,23 +2190,23 @@ class TrainingObserver:
         if model.name:
             return
         class_name = type(model.unwrapped()).__name__
-        kind = f"{model.note.wrapper} {class_name}".strip()
+        kind = f"{model.description.wrapper} {class_name}".strip()
         earlier = [name for name in self.record.models if name.startswith(f"{kind} ")]
         model.name = f"{kind} {len(earlier) + 1}"
-        self.record.models[model.name] = model.note
+        self.record.models[model.name] = model.description
 
     def before_model(self, module: nn.Module, args: Any, kwargs: Any) -> Forward | None:
-        """Before the training loop calls a module: note the call, and begin the notes that ``after_model`` completes.
+        """Before ``module(*args, **kwargs)`` in the training loop: count the call, and begin a Forward, its record.
 
-        Each call with gradients has such notes. Without gradients only the first call of an evaluation has, which
-        begins when a model in eval mode is called, and ends with the next call with gradients. Returns None for all
-        other calls, and for a module without parameters, such as a loss or a metric.
+        Returns the Forward, which ``after_model`` completes, for a call with gradients and for the first call of an
+        evaluation. An evaluation begins when a model in eval mode is called without gradients, and ends with the next
+        call with gradients. Returns None for other calls, and for a module without parameters, such as a loss.
         """
         self.check_wrapper(module)
         model = self.observed(module)
         if model is None:
             return None
-        self.use(model)
+        self.give_name(model)
         with_gradients = torch.is_grad_enabled()
         self.loaders.model_called(model.name, with_gradients)
         self.count_call(model, with_gradients)
@@ -2104,14 +2219,14 @@ class TrainingObserver:
         return None
 
     def begin_forward(self, model: ObservedModel, args: Any, kwargs: Any) -> Forward:
-        """Begin the notes of a call of a model, whose arguments are given: from where, and with what, it is called.
+        """Begin the record of a call ``model(*args, **kwargs)``: the line that calls, and a checksum of the inputs.
 
-        The random state is kept as well. If a dropout then draws numbers, it drew them from this state.
+        The random state is kept as well. If a dropout in the model then draws numbers, it draws them from this state.
         """
         inputs = list(tensors_in([args, kwargs]))
         forward = Forward(
             model=model.name,
-            place=readers_line(),
+            code_line=user_code_line(),
             inputs=combined(checksums(inputs)),
             elements=sum(tensor.numel() for tensor in inputs),
         )
@@ -2121,7 +2236,7 @@ class TrainingObserver:
         return forward
 
     def after_model(self, module: nn.Module, forward: Forward) -> None:
-        """After a call of a model: complete the notes that ``before_model`` has begun, and add them to the record."""
+        """After a call of a model: complete the Forward that ``before_model`` has begun, and add it to the record."""
         if not torch.is_grad_enabled():
             self.note_evaluation(module, forward)
             return
@@ -2130,102 +2245,110 @@ class TrainingObserver:
         self.record.forwards.append(forward)
 
     def count_call(self, model: ObservedModel, with_gradients: bool) -> None:
-        """Before a call of a model: count it, if the call or its backward pass communicates with the other ranks.
+        """Before a call of a model: count it, if the call or the backward pass after it communicates with other ranks.
 
         All ranks have to make such calls equally often, or they wait for each other, so the counts are compared at the
-        end. ``with_gradients``: whether gradients are recorded, so that a backward pass is to follow.
+        end. ``with_gradients`` says whether gradients are recorded, so that a backward pass is to follow.
         """
-        calls = model.calls
         if isinstance(model.module, DistributedDataParallel):
-            join: Any = model.module._join_config  # of torch's context Join, in which ranks may make fewer calls
-            if join.enable:
-                model.note.joins = True
+            join_config: Any = model.module._join_config  # of torch's context Join, in which ranks may make fewer calls
+            if join_config.enable:
+                model.description.joins = True
+        calls = model.calls
         if not model.communicates(with_gradients):
-            is_in_no_sync = with_gradients and model.note.wrapper == "DDP"
-            if is_in_no_sync:  # where DDP does not average: a mistake, if this is the last call before a step
-                calls.not_synchronized = readers_line()
+            is_in_no_sync = with_gradients and model.description.wrapper == "DDP"
+            if is_in_no_sync:  # a mistake, if this is the last call before a step
+                calls.in_no_sync = user_code_line()
             return
         if with_gradients:
             calls.to_average += 1
-            calls.not_synchronized = None
+            calls.in_no_sync = None
             calls.synchronized = True
             model.waits_for_backward = True
         else:
             calls.to_broadcast += 1
-        place = readers_line()
-        if place not in calls.places:
-            calls.places.append(place)
+        code_line = user_code_line()
+        if code_line not in calls.code_lines:
+            calls.code_lines.append(code_line)
 
     def check_wrapper(self, module: nn.Module) -> None:
-        """Before a module is called: note it if the module is inside DDP, and something else than DDP calls it.
+        """Before a call of a module inside DDP: record the line if it is not DDP that leads to the call.
 
         DDP's own forward prepares the averaging of gradients, so after a call past it nothing is averaged.
         """
-        reference = self.wrapper_of.get(module)
-        if reference is None or not torch.is_grad_enabled():
+        ddp_reference = self.wrapper_of.get(module)
+        if ddp_reference is None:  # the module is not inside DDP
             return
-        ddp = reference()
+        ddp = ddp_reference()
         if ddp is None or ddp in self.running_ddp:
             return
+        if not torch.is_grad_enabled():  # there is nothing to average
+            return
         calls = self.models[id(ddp)].calls
-        if calls.around is None:
-            calls.around = readers_line()
+        if calls.past_wrapper is None:
+            calls.past_wrapper = user_code_line()
 
     def note_dropout(self, args: Any, output: Any) -> None:
-        """After a dropout: note that it drew random numbers and, on tensor-parallel ranks, what it made of its input.
+        """After a dropout: record that it drew random numbers and, on tensor-parallel ranks, checksums of what it did.
 
-        Tensor-parallel ranks hold the same activation, so each has to drop the same units of it. A DTensor sees to that
-        itself. ``args`` are the dropout's arguments.
+        Tensor-parallel ranks hold the same activation, so each has to drop the same units of it. If the activation is a
+        DTensor, torch sees to that. ``args`` are the dropout's arguments, of which the first is its input.
         """
         self.has_dropped = True
         ranks = self.tensor_parallel_ranks
-        if not ranks or len(self.record.dropouts) >= MOST_DROPOUTS or not torch.is_grad_enabled():
+        if not ranks or not torch.is_grad_enabled():
+            return
+        if len(self.record.dropouts) >= MOST_DROPOUTS:
             return
         given = args[0]
-        if not isinstance(given, DTensor) and not isinstance(output, DTensor):
-            before, after = checksums([given, output])
-            self.record.dropouts.append(Dropout(readers_line(), ranks, before, after))
+        if isinstance(given, DTensor) or isinstance(output, DTensor):
+            return
+        before, after = checksums([given, output])
+        self.record.dropouts.append(Dropout(user_code_line(), ranks, before, after))
 
     @functools.cached_property
     def tensor_parallel_ranks(self) -> tuple[int, ...]:
-        """The ranks among which a model's matrices are divided for tensor parallelism; empty if they are not.
+        """The ranks among which a model's matrices are divided for tensor parallelism, such as (0, 1), or () for none.
 
-        By convention tensor parallelism has the last dimension of a mesh. fully_shard makes DTensors, too, but divides
-        them among ranks that share the data. So the last dimension's ranks count if they are others than those.
+        fully_shard makes DTensors, too, but divides them among the ranks that average their gradients. So the ranks of
+        a mesh dimension are tensor-parallel if some of them do not average this model's gradients.
         """
         for model in self.models.values():
             for parameter in model.module.parameters():
-                if not isinstance(parameter, DTensor):
-                    continue
-                mesh = parameter.device_mesh
-                ranks = tuple(dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1)))
-                if not set(ranks) <= set(model.note.data_ranks):
-                    return ranks
+                if isinstance(parameter, DTensor):
+                    # By convention tensor parallelism has the last dimension of the mesh.
+                    mesh = parameter.device_mesh
+                    group_of_last_dimension = mesh.get_group(mesh.ndim - 1)
+                    ranks = tuple(dist.get_process_group_ranks(group_of_last_dimension))
+                    ranks_that_average = set(model.description.data_ranks)
+                    if not ranks_that_average.issuperset(ranks):
+                        return ranks
         return ()
 
     def note_evaluation(self, module: nn.Module, forward: Forward) -> None:
-        """After the first call of an evaluation: note what the model evaluates, with which batch statistics.
+        """After the first call of an evaluation: record what the model evaluates, and with which batch statistics.
 
-        Ranks with different statistics give results that depend on who evaluates what. So only the evaluations of a
-        model with statistics go into the record, and only the first ones of them. The others are known as
-        ``self.evaluation`` alone, which says that an evaluation is going on.
+        Ranks with different statistics give results that depend on which rank evaluates what. So a model without
+        BatchNorm has no such record, and only the first evaluations of a model have one. In any case
+        ``self.evaluation`` says that an evaluation is going on.
         """
         statistics = batch_statistics(module)
         earlier = [evaluation for evaluation in self.record.evaluations if evaluation.model == forward.model]
-        is_recorded = bool(statistics) and len(earlier) < MOST_EVALUATIONS
+        is_recorded = len(statistics) > 0 and len(earlier) < MOST_EVALUATIONS
+
         parameters = list(module.parameters())
         is_sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
-        weights = 0
+        checksum_of_weights = 0
         if is_recorded and not is_sharded:
-            weights = combined(checksums(parameters))
-        sums = checksums(list(statistics.values()))
+            checksum_of_weights = combined(checksums(parameters))
+        checksums_of_statistics = checksums(list(statistics.values()))
         self.evaluation = Evaluation(
             model=forward.model,
             number=len(earlier),
-            place=forward.place,
+            code_line=forward.code_line,
             inputs=forward.inputs,
-            weights=weights,
-            buffers=dict(zip(statistics, sums, strict=True)),
+            weights=checksum_of_weights,
+            buffers=dict(zip(statistics, checksums_of_statistics, strict=True)),
         )
         if is_recorded:
             self.record.evaluations.append(self.evaluation)
@@ -2233,7 +2356,7 @@ class TrainingObserver:
     # --- backward, and numbers that are read
 
     def run_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """In the place of ``torch.autograd.backward`` and ``torch.autograd.grad``: count the backward passes.
+        """Replaces ``torch.autograd.backward`` and ``torch.autograd.grad``: count the backward passes of each model.
 
         In a backward pass DDP and FSDP average the gradients of the models that were called before it. How often they
         did is the same on all ranks, so it numbers the steps by which the ranks are compared. ``original`` is torch's
@@ -2250,16 +2373,16 @@ class TrainingObserver:
                     model.calls.averaged += 1
 
     def read_number(self, tensor: torch.Tensor) -> None:
-        """Before ``tensor.item()``: note where the script reads a loss, which is a number with a gradient.
+        """Before ``tensor.item()``: record the line if it reads a loss, which is a number that has a gradient.
 
-        Only what the script reads itself counts. Then item() is called by no file of torch, or by _tensor.py, which has
-        the ``__float__`` of float(loss).
+        Only what the script reads itself counts: by item(), or by float(loss), whose method ``__float__`` in torch's
+        file _tensor.py calls item().
         """
         is_loss = tensor.dim() == 0 and tensor.grad_fn is not None
-        if is_loss and part_of_torch() in ("", "_tensor.py"):
-            place = readers_line()
-            if place not in self.record.loss_reads:
-                self.record.loss_reads.append(place)
+        if is_loss and caller_in_torch() in ("", "_tensor.py"):
+            code_line = user_code_line()
+            if code_line not in self.record.loss_reads:
+                self.record.loss_reads.append(code_line)
 
     def communicated(self) -> None:
         """After the script's own code has sent a tensor: note whether it did so in a forward, or for an evaluation.
@@ -2270,7 +2393,7 @@ class TrainingObserver:
         is_in_forward = self.call_depth > 0 and self.backward_depth == 0
         if is_in_forward:
             for model in self.models.values():
-                model.note.communicates = True
+                model.description.communicates = True
         if self.evaluation is not None:
             self.evaluation.reduced = True
 
@@ -2282,7 +2405,7 @@ class TrainingObserver:
 
     def optimizer_built(self, result: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """After an optimizer was built: note where, for a finding that it was built too early."""
-        self.built[optimizer] = readers_line()
+        self.built[optimizer] = user_code_line()
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """torch calls this before each step of any optimizer, with the step's arguments."""
@@ -2303,7 +2426,7 @@ class TrainingObserver:
                 self.stop()
 
     def begin_step(self, optimizer: Any) -> None:
-        """Before a step: tell the other observers, and note what the step starts from."""
+        """Before a step: tell the other observers, and record what the step starts from."""
         if dist.is_initialized() and self.store is None:
             self.see_group()
         if id(optimizer) not in self.optimizers:
@@ -2317,36 +2440,50 @@ class TrainingObserver:
         observed.begin(self)
 
     def find_idle_optimizers(self) -> None:
-        """At the end: find optimizers that hold parameters which the model no longer has, or that never got a gradient.
+        """At the end: find optimizers whose steps change nothing.
+
+        Either an optimizer was built before the model's parameters were replaced, and holds the old ones, or something
+        keeps every gradient from its parameters.
+        """
+        for observed in self.optimizers.values():
+            code_line = self.built.get(observed.optimizer, observed.code_line)
+            class_name = type(observed.optimizer).__name__
+            stale = self.stale_parameters(observed)
+            if stale:
+                names_without_optimizer = list(self.parameters_without_optimizer().values())
+                sentence = (
+                    f"{len(stale)} parameters of this {class_name} are not the model's, so its steps "
+                    f"change nothing: {names_without_optimizer[0]} of the model is in no optimizer."
+                )
+                self.record.add_finding("stale_optimizer", code_line, sentence)
+            elif observed.never_got_a_gradient():
+                sentence = f"{observed.steps} steps of this {class_name} found no gradient at any of its parameters."
+                self.record.add_finding("no_gradient", code_line, sentence)
+
+    def stale_parameters(self, observed: "ObservedOptimizer") -> list[Any]:
+        """The parameters of an optimizer that the model has certainly replaced by others; empty if that is not certain.
 
         fully_shard, or a conversion of the model, replaces parameters by others of the same shapes. (A shard is a
-        DTensor, whose shape is that of the whole parameter.) So an optimizer that was built before is certain if the
-        parameters that it has, and the model lacks, have the shapes of those that the model has, and no optimizer.
+        DTensor, whose shape is that of the whole parameter.) So it is certain if the parameters that the optimizer has,
+        and no model, have the same shapes as those that the models have, and no optimizer.
         """
         trained = self.trained_parameters()
+        stale = []
+        for parameter in observed.parameters():
+            has_had_gradient = id(parameter) in observed.with_gradient
+            if parameter not in trained and not has_had_gradient:
+                stale.append(parameter)
+        shapes_of_stale = [parameter.shape for parameter in stale]
+        shapes_without_optimizer = [parameter.shape for parameter in self.parameters_without_optimizer()]
+        if shapes_of_stale == shapes_without_optimizer:
+            return stale
+        return []
+
+    def parameters_without_optimizer(self) -> dict[nn.Parameter, str]:
+        """The parameters that are trained, but that no optimizer has, each with its name in its model."""
         optimized = {id(parameter) for observed in self.optimizers.values() for parameter in observed.parameters()}
-        not_optimized = [parameter for parameter in trained if id(parameter) not in optimized]
-        shapes_not_optimized = [parameter.shape for parameter in not_optimized]
-        for observed in self.optimizers.values():
-            stale = []  # parameters of this optimizer that no model has
-            for parameter in observed.parameters():
-                has_had_gradient = id(parameter) in observed.with_gradient
-                if not has_had_gradient and parameter not in trained:
-                    stale.append(parameter)
-            place = self.built.get(observed.optimizer, observed.place)
-            optimizer_class = type(observed.optimizer)
-            if stale and [parameter.shape for parameter in stale] == shapes_not_optimized:
-                sentence = (
-                    f"{len(stale)} parameters of this {optimizer_class.__name__} are not the model's, so its steps "
-                    f"change nothing: {trained[not_optimized[0]]} of the model is in no optimizer."
-                )
-                self.record.add_finding("stale_optimizer", place, sentence)
-            elif observed.never_got_a_gradient():
-                sentence = (
-                    f"{observed.steps} steps of this {optimizer_class.__name__} found no gradient at any of its "
-                    "parameters."
-                )
-                self.record.add_finding("no_gradient", place, sentence)
+        trained = self.trained_parameters()
+        return {parameter: name for parameter, name in trained.items() if id(parameter) not in optimized}
 
     def trained_parameters(self) -> dict[nn.Parameter, str]:
         """The parameters that require gradients, of all models that were called, each with its name in its model."""
@@ -2405,7 +2542,7 @@ class ObservedOptimizer:
         self.optimizer = optimizer
         self.index = index
         self.steps = 0
-        self.place = readers_line()
+        self.code_line = user_code_line()
         self.keys: dict[int, str] = {}  # {a parameter's id: its key in the record}
         self.models: list[ObservedModel] = []  # the models that have its parameters
         self.with_gradient: set[int] = set()  # the ids of the parameters that ever had a gradient
@@ -2417,58 +2554,59 @@ class ObservedOptimizer:
         return parameters_of(self.optimizer)
 
     def name_parameters(self, observer: TrainingObserver) -> None:
-        """Before a step: give each parameter that has none a key, and note in the record what the parameter is.
+        """Before a step: give each parameter that has none a key, and describe the parameter in the record.
 
-        The key is made of the name of the model that has the parameter and of its name there. The key of a parameter
-        of no known model is made of the optimizer's class, and of numbers.
+        A key is made of the name of the model that has the parameter and of the parameter's name there, such as
+        "DDP Net 1: weight". If no known model has the parameter, the key is such as "SGD 0: parameter 3".
         """
         if all(id(parameter) in self.keys for parameter in self.parameters()):
             return
-        owned = self.find_owned(observer)
+        owned_parameters = self.find_owned(observer)
         for number, parameter in enumerate(self.parameters()):
             if id(parameter) in self.keys:
                 continue
             model: ObservedModel | None = None
             owner_name = f"{type(self.optimizer).__name__} {self.index}"
             name = f"parameter {number}"
-            if id(parameter) in owned:
-                model = owned[id(parameter)].model
-                name = owned[id(parameter)].name
-                observer.use(model)
+            owned = owned_parameters.get(id(parameter))
+            if owned is not None:
+                model = owned.model
+                observer.give_name(model)
                 owner_name = model.name
+                name = owned.name
                 if model not in self.models:
                     self.models.append(model)
             key = f"{owner_name}: {name}"
             self.keys[id(parameter)] = key
-            observer.record.parameters[key] = describe(parameter, name, owner_name, model)
+            observer.record.parameters[key] = describe_parameter(parameter, name, owner_name, model)
 
     def find_owned(self, observer: TrainingObserver) -> dict[int, OwnedParameter]:
-        """Which model has which parameter, by the parameter's id. It also finds weights that are no longer tied.
+        """Which model has which parameter: {id of the parameter: its model and its name there}.
 
-        A model may be known both by itself and inside DDP. The parameter is then that of DDP, because DDP's models are
-        asked first.
+        On the way it finds weights that are no longer tied. A model may be known both by itself and inside DDP. The
+        parameter is then that of DDP, because the models in DDP are asked first.
         """
+        models = list(observer.models.values())
+        in_ddp = [model for model in models if model.description.wrapper == "DDP"]
+        called_others = [model for model in models if model.description.wrapper != "DDP" and model.name]
+
         owned: dict[int, OwnedParameter] = {}
-        in_ddp = [model for model in observer.models.values() if model.note.wrapper == "DDP"]
-        others = [model for model in observer.models.values() if model.note.wrapper != "DDP"]
-        called_others = [model for model in others if model.name]
         for model in [*in_ddp, *called_others]:
             module = model.unwrapped()
             for name, parameter in module.named_parameters():
                 owned.setdefault(id(parameter), OwnedParameter(model, name))
             for names in observer.states.broken_ties(module):
                 sentence = f"{names} were one parameter when the model was built, and are two now."
-                observer.record.add_finding("untied", readers_line(), sentence)
+                observer.record.add_finding("untied", user_code_line(), sentence)
         return owned
 
     def never_got_a_gradient(self) -> bool:
-        """Whether it is certain that something keeps all gradients from the optimizer, over several steps.
-
-        Optimizers of other libraries may compute updates without gradients. Gradients that fully_shard holds because it
-        was told not to reduce them are another mistake.
-        """
-        is_of_torch = type(self.optimizer).__module__.startswith("torch.optim")
-        return is_of_torch and self.steps >= 3 and not self.with_gradient and not self.unsynchronized
+        """Whether it is certain that something keeps all gradients from the optimizer, over several steps."""
+        if not type(self.optimizer).__module__.startswith("torch.optim"):
+            return False  # an optimizer of another library may compute its updates without gradients
+        if self.unsynchronized:
+            return False  # fully_shard holds gradients because it was told not to reduce them, which is another mistake
+        return self.steps >= 3 and not self.with_gradient
 
     def note_gradients(self) -> None:
         """Note which parameters have a gradient now."""
@@ -2477,26 +2615,28 @@ class ObservedOptimizer:
                 self.with_gradient.add(id(parameter))
 
     def begin(self, observer: TrainingObserver) -> None:
-        """Before a step: note how the models were called since the last one, and checksums of what it starts from."""
+        """Before a step: record how the models were called since the last one, and checksums of what it starts from."""
         self.note_gradients()
-        parameters = self.parameters()
         step = Step(
             optimizer=self.index,
             number=self.steps,
-            place=readers_line(),
+            code_line=user_code_line(),
             rates=rates_of(self.optimizer),
             settings=settings_of(self.optimizer),
             calls={},
         )
         for model in self.models:
-            calls_so_far = replace(model.calls, places=[*model.calls.places])  # a copy, because the counts go on
+            calls_so_far = replace(model.calls, code_lines=[*model.calls.code_lines])  # a copy: the counts go on
             step.calls[model.name] = calls_so_far
-            self.check_sharded_gradients(model.module, step.place, observer)
-            # What is noted of the calls between two steps begins anew. The counts go on.
+            self.check_sharded_gradients(model.module, step.code_line, observer)
+            # The counts go on, but what is recorded of the calls between two steps begins anew.
             model.calls.synchronized = False
-            model.calls.not_synchronized = None
-            model.calls.around = None
-        if self.steps == 1:
+            model.calls.in_no_sync = None
+            model.calls.past_wrapper = None
+
+        parameters = self.parameters()
+        is_first_step = self.steps == 1
+        if is_first_step:
             step.before = self.checksums_of(parameters)
         self.note_averaging_by_hand(observer)
         if self.is_sampled(observer.steps):
@@ -2506,7 +2646,7 @@ class ObservedOptimizer:
         observer.record.steps.append(step)
 
     def note_averaging_by_hand(self, observer: TrainingObserver) -> None:
-        """Before a step: note whether the script has sent each gradient since the last step, as to average them.
+        """Before a step: record whether the script has sent each gradient since the last step, as to average them.
 
         A script that averages gradients by hand sends each of them from where it is in memory. So the addresses of what
         was sent are compared with those of the gradients, and then forgotten.
@@ -2537,37 +2677,39 @@ class ObservedOptimizer:
         return dict(zip(keys, checksums(tensors), strict=True))
 
     def gradient_means(self, record: Record) -> dict[str, float]:
-        """The mean absolute value of each DTensor's gradient, by the parameter's key.
+        """The mean absolute value of each DTensor parameter's gradient: {key of the parameter: mean}.
 
-        Each rank with a replica computes its gradient anew, so that checksums may differ by rounding, and means hardly.
-        A gradient that is partial, so that the ranks' parts are still to be added up, is left out.
+        Ranks that hold a replica of a parameter each compute its gradient anew. Rounding may change some bits of it,
+        and so its checksum, but it hardly changes the mean. So the rules compare means.
         """
         means: dict[str, float] = {}
         for parameter in self.parameters():
-            key = self.keys[id(parameter)]
             gradient = parameter.grad
+            key = self.keys[id(parameter)]
             if gradient is None or record.parameters[key].kind != "DTensor":
                 continue
-            is_partial = isinstance(gradient, DTensor) and any(place.is_partial() for place in gradient.placements)
-            if not is_partial:
-                part = local_part(gradient).detach()
-                total: Any = part.float().abs().sum().tolist()
-                means[key] = total / max(1, part.numel())
+            if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
+                continue  # it is still to be summed over ranks, so each rank has another part of it
+            own_part = local_part(gradient).detach()
+            sum_of_sizes: Any = own_part.float().abs().sum().tolist()
+            number_of_elements = max(1, own_part.numel())  # a rank may hold none, and the mean is then 0
+            means[key] = sum_of_sizes / number_of_elements
         return means
 
-    def check_sharded_gradients(self, module: nn.Module, place: Place, observer: TrainingObserver) -> None:
+    def check_sharded_gradients(self, module: nn.Module, code_line: CodeLine, observer: TrainingObserver) -> None:
         """Before a step: find gradients that fully_shard has not reduced, because the script told it not to.
 
-        It keeps them where no optimizer sees them, so the step goes without them. ``place`` is the line of the step.
+        fully_shard keeps them where no optimizer sees them, so the step goes without them. ``code_line`` is the line of
+        the step.
         """
-        holds_gradients = False
+        if self.unsynchronized:  # it is reported already
+            return
         for group in parameter_groups(module):
             if any(holds_unreduced_gradient(fsdp_parameter) for fsdp_parameter in group.fsdp_params):
-                holds_gradients = True
-        if holds_gradients and not self.unsynchronized:
-            self.unsynchronized = True
+                self.unsynchronized = True
+        if self.unsynchronized:
             sentence = "The optimizer steps while fully_shard holds gradients that it has not reduced."
-            observer.record.add_finding("not_synchronized", place, sentence)
+            observer.record.add_finding("not_synchronized", code_line, sentence)
 
 
 def holds_unreduced_gradient(fsdp_parameter: Any) -> bool:
@@ -2598,7 +2740,8 @@ def rates_of(optimizer: Any) -> tuple[float, ...]:
 def settings_of(optimizer: Any) -> int:
     """A checksum of an optimizer's settings, such as its momentum, without the learning rate.
 
-    Ranks whose optimizers have other settings train on purpose models of their own, as in a search for the best ones.
+    Ranks whose optimizers have different settings train models of their own on purpose, as in a search for the best
+    settings.
     """
     no_settings = ("params", "lr", "initial_lr", "param_names")
     settings = []
@@ -2641,18 +2784,19 @@ AVERAGING_HOOKS = (
 )
 
 
-def describe(parameter: Any, name: str, owner: str, model: ObservedModel | None) -> Parameter:
-    """The note of an optimizer's parameter: of what kind it is, and which ranks hold replicas of it.
+def describe_parameter(parameter: Any, name: str, owner: str, model: ObservedModel | None) -> Parameter:
+    """The record of an optimizer's parameter: of what kind it is, and which ranks hold replicas of it.
 
     The rules compare replicas, which have to stay equal. ``model`` is the model that has the parameter, or None if no
-    known model has, and ``name`` the parameter's name there. ``owner`` is the name of the model, or of the optimizer.
+    known model has, and ``name`` the parameter's name there. ``owner`` is the name of the model, or else that of the
+    optimizer.
     """
     kind = "plain"
     replicas: tuple[int, ...] = ()
     if model is not None and isinstance(model.module, DistributedDataParallel):
         if is_averaged(model.module, name):
             kind = "DDP"
-            replicas = model.note.data_ranks
+            replicas = model.description.data_ranks
         else:
             kind = "not averaged by DDP"
     elif isinstance(parameter, DTensor):
@@ -2660,7 +2804,8 @@ def describe(parameter: Any, name: str, owner: str, model: ObservedModel | None)
         if is_on_mesh_of_one(parameter) and dist.get_world_size() > 1:
             kind = "mesh of one"
         replicas = replicas_of(parameter)
-    return Parameter(model=owner, name=name, kind=kind, size=local_part(parameter).numel(), replicas=replicas)
+    size = local_part(parameter).numel()
+    return Parameter(model=owner, name=name, kind=kind, size=size, replicas=replicas)
 
 
 def is_on_mesh_of_one(parameter: DTensor) -> bool:
@@ -2674,35 +2819,39 @@ def is_on_mesh_of_one(parameter: DTensor) -> bool:
 def is_averaged(ddp: DistributedDataParallel, name: str) -> bool:
     """Whether DDP gives all ranks the same gradient of the parameter of this name.
 
-    A communication hook takes the place of DDP's own averaging. Of an unknown one nothing is certain.
+    A communication hook replaces DDP's own averaging. Of a hook that is not in AVERAGING_HOOKS nothing is certain.
     """
-    hooks = [getattr(hook, "__name__", "") for hook, _ in getattr(ddp, "_comm_hooks", [])]  # each with its state
-    return name not in ddp.parameters_to_ignore and all(hook in AVERAGING_HOOKS for hook in hooks)
+    if name in ddp.parameters_to_ignore:
+        return False
+    for hook, _ in getattr(ddp, "_comm_hooks", []):  # each hook comes with its state
+        if getattr(hook, "__name__", "") not in AVERAGING_HOOKS:
+            return False
+    return True
 
 
 def replicas_of(parameter: DTensor) -> tuple[int, ...]:
-    """The ranks that hold the same part of a DTensor as this one, or none if it is the only one.
+    """The ranks that hold the same part of a DTensor as this rank, with itself: (0, 2). Empty if no other rank does.
 
-    They are along those dimensions of the mesh on which the DTensor is replicated. On the others, where it is divided,
-    they have this rank's coordinate.
+    A mesh arranges the ranks in a grid. Along a dimension on which the DTensor is replicated, all ranks hold the same.
+    Along the others it is divided, so there they must have this rank's coordinate.
     """
     mesh = parameter.device_mesh
     own_coordinate: Any = mesh.get_coordinate()
-    all_along_dimension = slice(None)
-    index: list[Any] = []  # of these ranks in the mesh, which is a tensor of ranks
+    index_of_replicas: list[Any] = []  # in the grid: a slice or a number for each dimension
     for dimension, placement in enumerate(parameter.placements):
         if placement.is_replicate():
-            index.append(all_along_dimension)
+            index_of_replicas.append(slice(None))
         else:
-            index.append(own_coordinate[dimension])
-    ranks = tuple(mesh.mesh[tuple(index)].flatten().tolist())
+            index_of_replicas.append(own_coordinate[dimension])
+    grid = mesh.mesh  # a tensor of ranks
+    ranks = tuple(grid[tuple(index_of_replicas)].flatten().tolist())
     if len(ranks) == 1:
         return ()
     return ranks
 
 
 # --- comparing the ranks: what the rules share ------------------------------------------------------------------------
-# ``compare`` gets the notes of all ranks and asks each rule. A rule is a function from these notes to findings. It
+# ``compare`` gets the records of all ranks and asks each rule. A rule is a function from these records to findings. It
 # keeps nothing, and is silent where it is not certain. ``RULES``, at the end, has them all.
 
 # After these mistakes the ranks' weights drift apart. If one of them is found, "drift" is not reported beside it.
@@ -2710,23 +2859,25 @@ CAUSES_OF_DRIFT = ("different_noise", "uneven_steps", "different_start", "stale_
 
 
 def compare(records: Sequence[Record]) -> list[Finding]:
-    """The findings of a check, from one record of each rank: those of single ranks, and those of the rules.
-
-    What several ranks have found in the same way is one finding of all these ranks.
-    """
-    ranks_of: dict[Finding, set[int]] = {}  # {a finding without its ranks: the ranks that have it}
-    for record in records:
-        for found in record.findings:
-            without_ranks = replace(found, ranks=())
-            ranks_of.setdefault(without_ranks, set()).update(found.ranks)
-    findings = [replace(found, ranks=tuple(sorted(ranks))) for found, ranks in ranks_of.items()]
+    """The findings of a check, from one record of each rank: those that ranks made alone, and those of the rules."""
+    findings = findings_of_single_ranks(records)
     if len(records) > 1:
         for rule in RULES:
             findings += rule(records)
-    cause_is_known = any(found.kind in CAUSES_OF_DRIFT for found in findings)
-    if cause_is_known:
-        findings = [found for found in findings if found.kind != "drift"]
+    cause_of_drift_is_known = any(finding.kind in CAUSES_OF_DRIFT for finding in findings)
+    if cause_of_drift_is_known:
+        findings = [finding for finding in findings if finding.kind != "drift"]
     return without_repetitions(findings)
+
+
+def findings_of_single_ranks(records: Sequence[Record]) -> list[Finding]:
+    """The findings that ranks made while they observed themselves. One that several ranks made is one of them all."""
+    ranks_of_finding: dict[Finding, set[int]] = {}  # {a finding without its ranks: the ranks that made it}
+    for record in records:
+        for finding in record.findings:
+            without_ranks = replace(finding, ranks=())
+            ranks_of_finding.setdefault(without_ranks, set()).update(finding.ranks)
+    return [replace(finding, ranks=tuple(sorted(ranks))) for finding, ranks in ranks_of_finding.items()]
 
 
 def without_repetitions(findings: Iterable[Finding]) -> list[Finding]:
@@ -2735,7 +2886,7 @@ def without_repetitions(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def equal(values: Iterable[Any]) -> bool:
-    """Whether all values are equal, such as the ranks' notes of one thing."""
+    """Whether all values are equal, such as what each rank has recorded of one thing."""
     values = list(values)
     return all(value == values[0] for value in values)
 
@@ -2764,16 +2915,17 @@ def sends_by_hand(records: Sequence[Record]) -> bool:
 
 
 def common_steps(records: Sequence[Record]) -> list[list[Step]]:
-    """The steps that all these ranks made, in order. Of each step there is a list: one note of each rank.
+    """The optimizer steps that all these ranks made, in order. Each is a list: [rank 0's Step, rank 1's Step, …].
 
     Steps of different ranks belong together if they have the same number and are of the same optimizer.
     """
     if not records:
         return []
-    steps_of_ranks = [{(step.optimizer, step.number): step for step in record.steps} for record in records]
-    steps_of_first_rank = steps_of_ranks[0]
+    steps_of_ranks = []  # for each rank {(optimizer, number): the step}
+    for record in records:
+        steps_of_ranks.append({(step.optimizer, step.number): step for step in record.steps})
     common = []
-    for optimizer_and_number in steps_of_first_rank:
+    for optimizer_and_number in steps_of_ranks[0]:
         if all(optimizer_and_number in steps for steps in steps_of_ranks):
             common.append([steps[optimizer_and_number] for steps in steps_of_ranks])
     return common
@@ -2788,9 +2940,9 @@ def initial_weights(record: Record) -> dict[str, int]:
 
 
 def same_settings(records: Sequence[Record]) -> bool:
-    """Whether the ranks' optimizers have equal settings.
+    """Whether the ranks' optimizers have equal settings in each step, as replicas of one training have.
 
-    Replicas of one training have. A search for the best settings gives each rank other ones.
+    A search for the best settings gives each rank different ones.
     """
     for steps in common_steps(records):
         if not equal((step.rates, step.settings) for step in steps):
@@ -2801,18 +2953,21 @@ def same_settings(records: Sequence[Record]) -> bool:
 def plain_replicas(records: Sequence[Record], kinds: set[str]) -> bool:
     """Whether all ranks train one unwrapped model: the same parameters, all of these kinds, with equal settings.
 
-    ``kinds`` are kinds of parameters, as in the record: "plain", or "mesh of one". Nothing is certain if the notes of a
-    rank are missing, or if some model is wrapped (see ``is_wrapped``). Then it is False.
+    ``kinds`` are kinds of parameters, as in Parameter: {"plain"}, or {"mesh of one"}.
     """
-    if len(records) < records[0].world_size or is_wrapped(records):
+    if len(records) < records[0].world_size:  # the record of a rank is missing, so nothing is certain
         return False
-    parameters_of_ranks = []
+    if is_wrapped(records):
+        return False
+    parameters_of_ranks = []  # for each rank {key: (kind, size)}
     for record in records:
-        parameters_of_ranks.append({key: (note.kind, note.size) for key, note in record.parameters.items()})
-    if not parameters_of_ranks[0] or not equal(parameters_of_ranks):
+        kinds_and_sizes = {key: (parameter.kind, parameter.size) for key, parameter in record.parameters.items()}
+        parameters_of_ranks.append(kinds_and_sizes)
+    has_parameters = len(parameters_of_ranks[0]) > 0
+    if not has_parameters or not equal(parameters_of_ranks):
         return False
-    kinds_of_parameters = {note.kind for note in records[0].parameters.values()}
-    return kinds_of_parameters <= kinds and same_settings(records)
+    kinds_there = {parameter.kind for parameter in records[0].parameters.values()}
+    return kinds_there <= kinds and same_settings(records)
 
 
 def names_of(keys: Iterable[str]) -> str:
@@ -2831,7 +2986,7 @@ def names_of(keys: Iterable[str]) -> str:
 
 
 def find_weights_that_differ(records: Sequence[Record]) -> list[Finding]:
-    """Find replicas of DDP's parameters, or of a DTensor, that differ. ``records`` are the notes of all ranks.
+    """Find replicas of DDP's parameters, or of a DTensor, that differ. ``records`` has one Record of each rank.
 
     Replicas have to begin equal, and each step has to leave them equal.
     """
@@ -2839,33 +2994,47 @@ def find_weights_that_differ(records: Sequence[Record]) -> list[Finding]:
         return []  # GPUs of two kinds may round differently
     findings = []
     for replicas in replicated_parameters(records):
-        first_key = replicas.keys[0]
-        # The records of the ranks that hold these replicas:
-        holders = [record for record in records if record.rank in replicas.ranks and first_key in record.parameters]
-        if len(holders) < 2 or left_out_steps(replicas.model, holders):  # which find_uneven_steps reports
+        replica_records = records_with(replicas, records)
+        if len(replica_records) < 2:
             continue
-        starts = [initial_weights(record) for record in holders]
-        different = [key for key in replicas.keys if not equal(start.get(key) for start in starts)]
-        if different:
-            place = holders[0].steps[0].place
-            sentence = f"{names_of(different)} differ on {listed(replicas.ranks)} before the first step."
-            findings.append(finding("different_start", place, replicas.ranks, sentence))
-        elif holders[0].parameters[first_key].kind == "DDP":
-            # A script that sends weights or gradients itself may mean its replicas to differ for some steps.
-            if not any(record.sent_large for record in holders):
-                findings += explain_drift(replicas, holders)
-        else:
-            findings += find_gradients_that_differ(replicas, holders)
+        if left_out_steps(replicas.model, replica_records):  # a rule of its own reports them: find_uneven_steps
+            continue
+        different_start = find_different_replicas_at_start(replicas, replica_records)
+        kind = replica_records[0].parameters[replicas.keys[0]].kind
+        if different_start is not None:
+            findings.append(different_start)
+        elif kind == "DTensor":
+            findings += find_gradients_that_differ(replicas, replica_records)
+        # A script that sends weights or gradients itself may mean DDP's replicas to differ for some steps.
+        elif not any(record.sent_large for record in replica_records):
+            findings += explain_drift(replicas, replica_records)
     return findings
+
+
+def find_different_replicas_at_start(replicas: "Replicas", replica_records: Sequence[Record]) -> Finding | None:
+    """A finding if replicas differ before the first step, or None. ``replica_records`` are those of their ranks."""
+    starts = [initial_weights(record) for record in replica_records]
+    different = [key for key in replicas.keys if not equal(start.get(key) for start in starts)]
+    if not different:
+        return None
+    code_line = replica_records[0].steps[0].code_line
+    sentence = f"{names_of(different)} differ on {listed(replicas.ranks)} before the first step."
+    return make_finding("different_start", code_line, replicas.ranks, sentence)
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """Parameters of one model, given by their keys, that should be equal on some ranks."""
+    """Parameters of one model, given by their keys in the record, that should be equal on some ranks."""
 
     model: str
     ranks: tuple[int, ...]
     keys: list[str] = field(default_factory=list)
+
+
+def records_with(replicas: Replicas, records: Sequence[Record]) -> list[Record]:
+    """The records of the ranks that hold these replicas."""
+    first_key = replicas.keys[0]
+    return [record for record in records if record.rank in replicas.ranks and first_key in record.parameters]
 
 
 def replicated_parameters(records: Sequence[Record]) -> list[Replicas]:
@@ -2882,15 +3051,41 @@ def replicated_parameters(records: Sequence[Record]) -> list[Replicas]:
     return list(groups.values())
 
 
-def explain_drift(replicas: Replicas, holders: Sequence[Record]) -> list[Finding]:
-    """Whether replicas of a model inside DDP come to differ: a finding with the reason, if it is known; else none.
+def explain_drift(replicas: Replicas, replica_records: Sequence[Record]) -> list[Finding]:
+    """If replicas of a model inside DDP come to differ: one finding, with the reason if that is known. Else [].
 
-    ``holders`` are the records of the ranks that hold the replicas. Weights are compared only after some steps, so each
-    step since the last equal ones may be the one with the mistake.
+    ``replica_records`` are the records of the ranks that hold the replicas.
     """
-    suspects: list[list[Step]] = []  # the steps since the weights were last seen to be equal, of each all ranks' notes
-    different: list[str] = []  # the keys of the parameters that differ
-    for steps in common_steps(holders):
+    drift = find_drift(replicas, replica_records)
+    if drift is None:
+        return []
+    for steps in drift.suspects:
+        reason = reason_to_drift(replicas, steps)
+        if reason is not None:
+            return [reason]
+    last_suspect = drift.suspects[-1][0]
+    sentence = (
+        f"{names_of(drift.keys)} differ on {listed(replicas.ranks)} after step {last_suspect.number}, "
+        "although DDP made them equal."
+    )
+    return [make_finding("drift", last_suspect.code_line, replicas.ranks, sentence)]
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Replicas were seen to differ. One of the steps since they were last seen to be equal has the mistake."""
+
+    keys: list[str]  # of the parameters that differ
+    suspects: list[list[Step]]  # those steps, each as a list: [rank 0's Step, rank 1's Step, …]
+
+
+def find_drift(replicas: Replicas, replica_records: Sequence[Record]) -> Drift | None:
+    """The first time that replicas of a model inside DDP are seen to differ, or None.
+
+    Checksums of weights are recorded only after some steps, so several steps may lie between two comparisons.
+    """
+    suspects: list[list[Step]] = []  # the steps since the last comparison
+    for steps in common_steps(replica_records):
         step_of_first_rank = steps[0]
         has_checksums = not step_of_first_rank.after.keys().isdisjoint(replicas.keys)
         if has_checksums or replicas.model in step_of_first_rank.calls:
@@ -2898,44 +3093,33 @@ def explain_drift(replicas: Replicas, holders: Sequence[Record]) -> list[Finding
         if has_checksums:
             different = [key for key in replicas.keys if not equal(step.after.get(key) for step in steps)]
             if different:
-                break
+                return Drift(different, suspects)
             suspects = []
-    if not different:
-        return []
-    for steps in suspects:
-        reason = reason_to_drift(replicas, steps)
-        if reason is not None:
-            return [reason]
-    last_suspect = suspects[-1][0]
-    sentence = (
-        f"{names_of(different)} differ on {listed(replicas.ranks)} after step {last_suspect.number}, "
-        "although DDP made them equal."
-    )
-    return [finding("drift", last_suspect.place, replicas.ranks, sentence)]
+    return None
 
 
 def reason_to_drift(replicas: Replicas, steps: Sequence[Step]) -> Finding | None:
-    """Why DDP's replicas of a model may differ after one step: the mistake that was made before it, or None.
+    """The mistake that makes DDP's replicas differ after one step, or None if none is known.
 
-    ``steps`` are the notes of this one step, one of each rank. The mistakes are a last call in no_sync, calls past DDP,
-    and learning rates that differ.
+    ``steps`` is what each rank has recorded of this one step: [rank 0's Step, rank 1's Step, …]. The mistakes are a
+    last call in no_sync, calls past DDP, and learning rates that differ.
     """
     for step in steps:
         calls = step.calls[replicas.model]  # how this rank called the model before the step
-        if calls.not_synchronized is not None:
+        if calls.in_no_sync is not None:
             sentence = "The last call before optimizer.step() is inside no_sync: its gradients stay on their rank."
-            return finding("not_synchronized", calls.not_synchronized, replicas.ranks, sentence)
-        if calls.around is not None and not calls.synchronized:
+            return make_finding("not_synchronized", calls.in_no_sync, replicas.ranks, sentence)
+        if calls.past_wrapper is not None and not calls.synchronized:
             sentence = "The module inside DDP is called here, not DDP: no gradient is averaged before the step."
-            return finding("around_the_wrapper", calls.around, replicas.ranks, sentence)
+            return make_finding("around_the_wrapper", calls.past_wrapper, replicas.ranks, sentence)
     if equal(step.rates for step in steps):
         return None
-    rates: list[str] = []  # of the first group of parameters, which is mostly the only one
-    for step in steps:
-        if step.rates and f"{step.rates[0]:g}" not in rates:
-            rates.append(f"{step.rates[0]:g}")
-    sentence = f"From step {steps[0].number} on, replicas use different learning rates: {' and '.join(rates)}."
-    return finding("different_rates", steps[0].place, replicas.ranks, sentence)
+    first_rates = [f"{step.rates[0]:g}" for step in steps if step.rates]  # usually there is one group of parameters
+    different_rates = list(dict.fromkeys(first_rates))  # each once, in the order of ranks
+    sentence = (
+        f"From step {steps[0].number} on, replicas use different learning rates: {' and '.join(different_rates)}."
+    )
+    return make_finding("different_rates", steps[0].code_line, replicas.ranks, sentence)
 
 
 # By rounding, even to bfloat16, the means of two replicas' gradients differ by less than this part of the largest mean
@@ -2943,81 +3127,82 @@ def reason_to_drift(replicas: Replicas, steps: Sequence[Step]) -> Finding | None
 ROUNDING_OF_MEANS = 0.05
 
 
-def find_gradients_that_differ(replicas: Replicas, holders: Sequence[Record]) -> list[Finding]:
-    """Find a replicated DTensor whose gradients on the ranks differ by more than rounding explains.
+def find_gradients_that_differ(replicas: Replicas, replica_records: Sequence[Record]) -> list[Finding]:
+    """Find replicas of a DTensor whose gradients differ between ranks by more than rounding explains.
 
-    Each rank with a replica computes the gradient anew, so not its checksums are compared, but its mean absolute value.
-    ``holders`` are the records of the ranks that hold the replicas.
+    Each rank with a replica computes the gradient anew, and rounding changes its checksum. So mean absolute values of
+    the gradients are compared. ``replica_records`` are the records of the ranks that hold the replicas.
     """
-    for steps in common_steps(holders):
-        all_means: list[float] = []  # of all parameters, on all ranks
+    for steps in common_steps(replica_records):
+        means_of_all_parameters: list[float] = []
         for step in steps:
-            all_means += step.gradient_means.values()
-        largest_mean = max(all_means, default=0.0)
+            means_of_all_parameters += step.gradient_means.values()
+        tolerance = ROUNDING_OF_MEANS * max(means_of_all_parameters, default=0.0)
         for key in replicas.keys:
-            means = [step.gradient_means[key] for step in steps if key in step.gradient_means]
-            if len(means) < len(steps):  # a rank has no gradient of it
+            means = [step.gradient_means[key] for step in steps if key in step.gradient_means]  # one of each rank
+            if len(means) < len(steps):  # a rank has no gradient of this parameter
                 continue
-            if max(means) - min(means) > ROUNDING_OF_MEANS * largest_mean:
+            if max(means) - min(means) > tolerance:
                 ranks = listed(replicas.ranks)
                 sentence = (
                     f"The gradient of {names_of([key])} differs on {ranks}, which hold replicas of it: "
                     f"its mean size is {min(means):.2g} on one and {max(means):.2g} on another."
                 )
-                return [finding("drift", steps[0].place, replicas.ranks, sentence)]
+                return [make_finding("drift", steps[0].code_line, replicas.ranks, sentence)]
     return []
 
 
 def find_unwrapped(records: Sequence[Record]) -> list[Finding]:
-    """Find a model that is not wrapped, or not over all ranks, so that the weights of the ranks drift apart.
+    """Find a model that is not wrapped, or wrapped for one rank alone, so that the ranks' weights drift apart.
 
     It is certain if the ranks train one model, and no rank sends anything. A script that averages weights every 500
-    steps has to be observed for more than 500, or has to allow "drift". ``records`` are the notes of all ranks.
+    steps has to be observed for more than 500, or has to allow "drift". ``records`` has one Record of each rank.
     """
-    if sends_by_hand(records) or not equal(record.device for record in records):
+    if sends_by_hand(records):
+        return []
+    if not equal(record.device for record in records):
         return []  # GPUs of two kinds may round differently
+    drifted = first_step_of_drift(records)
+    if drifted is None:
+        return []
+
     ranks = [record.rank for record in records]
     if plain_replicas(records, {"mesh of one"}):
-        drifted = first_step_of_drift(records)
-        if drifted is None:
-            return []
         sentence = f"fully_shard divides the model over one rank, so {listed(ranks)} train models of their own."
-        return [finding("mesh_of_one", drifted.place, ranks, sentence)]
-    if not plain_replicas(records, {"plain"}) or not divides_one_training(records):
-        return []
-    drifted = first_step_of_drift(records)
-    if drifted is None or not equal(initial_weights(record) for record in records):
-        return []
-    sentence = (
-        f"The model is equal on {listed(ranks)} before the first step and differs after step {drifted.number}: "
-        "nothing averages its gradients."
-    )
-    return [finding("drift", drifted.place, ranks, sentence)]
+        return [make_finding("mesh_of_one", drifted.code_line, ranks, sentence)]
+
+    is_one_training = plain_replicas(records, {"plain"}) and divides_one_training(records)
+    if is_one_training and equal(initial_weights(record) for record in records):
+        sentence = (
+            f"The model is equal on {listed(ranks)} before the first step and differs after step {drifted.number}: "
+            "nothing averages its gradients."
+        )
+        return [make_finding("drift", drifted.code_line, ranks, sentence)]
+    return []
 
 
 def first_step_of_drift(records: Sequence[Record]) -> Step | None:
     """The first step after which the ranks' weights differ for good, or None. Something may average them at times."""
-    drifted = None
+    first_step = None
     for steps in common_steps(records):
-        if not steps[0].after:  # no checksums were noted after this step
+        if not steps[0].after:  # no checksums were recorded after this step
             continue
         if equal(step.after for step in steps):
-            drifted = None
-        elif drifted is None:
-            drifted = steps[0]
-    return drifted
+            first_step = None
+        elif first_step is None:
+            first_step = steps[0]
+    return first_step
 
 
 def divides_one_training(records: Sequence[Record]) -> bool:
-    """Whether the script says that the ranks train one model: it divides a dataset among them, or rank 0 saves it.
+    """Whether the script shows that the ranks train one model: it divides a dataset among them, or rank 0 saves it.
 
     Otherwise each rank may train a model of its own on purpose, as in a search for the best settings.
     """
-    ranks_with_divided_data = []
+    divides_data = True
     for record in records:
-        if any(epoch.divided and epoch.steps > 0 for epoch in record.epochs):
-            ranks_with_divided_data.append(record.rank)
-    divides_data = len(ranks_with_divided_data) == len(records)
+        if not any(epoch.divided and epoch.steps > 0 for epoch in record.epochs):
+            divides_data = False
     saving_ranks = [record.rank for record in records if record.saves]
     return divides_data or saving_ranks == [0]
 
@@ -3025,8 +3210,8 @@ def divides_one_training(records: Sequence[Record]) -> bool:
 def find_different_start(records: Sequence[Record]) -> list[Finding]:
     """Find gradients that were averaged by hand, and are applied to weights that differ from the start.
 
-    It is certain if each optimizer's first step has equal gradients on all ranks, and they change the weights.
-    ``records`` are the notes of all ranks.
+    It is certain if in each optimizer's first step all ranks have equal gradients, which change their weights.
+    ``records`` has one Record of each rank.
     """
     if not plain_replicas(records, {"plain"}):
         return []
@@ -3034,18 +3219,28 @@ def find_different_start(records: Sequence[Record]) -> list[Finding]:
     different = [key for key in starts[0] if not equal(start[key] for start in starts)]
     if not different:
         return []
-    first_steps = [steps for steps in common_steps(records) if steps[0].before]  # ``before`` is noted of these alone
-    for steps in first_steps:
-        keys = list(steps[0].gradients)
-        if not keys or not equal(step.gradients for step in steps):
+    for steps in common_steps(records):
+        is_first_of_optimizer = bool(steps[0].before)  # the weights before a step are recorded of these alone
+        if is_first_of_optimizer and not applies_equal_gradients(steps):
             return []
-        for step in steps:
-            # Equal gradients that change no weight, such as zeros, were not averaged by anybody.
-            if any(step.after.get(key) == step.before.get(key) for key in keys):
-                return []
     ranks = [record.rank for record in records]
     sentence = f"{listed(ranks).capitalize()} apply equal gradients to different weights: {names_of(different)}."
-    return [finding("different_start", records[0].steps[0].place, ranks, sentence)]
+    return [make_finding("different_start", records[0].steps[0].code_line, ranks, sentence)]
+
+
+def applies_equal_gradients(steps: Sequence[Step]) -> bool:
+    """Whether an optimizer's first step has equal gradients on all ranks, and each of them changes its weight.
+
+    ``steps`` is what each rank has recorded of the step: [rank 0's Step, rank 1's Step, …].
+    """
+    keys = list(steps[0].gradients)
+    if not keys or not equal(step.gradients for step in steps):
+        return False
+    for step in steps:
+        # Equal gradients that change no weight, such as zeros, were not averaged by anybody.
+        if any(step.after.get(key) == step.before.get(key) for key in keys):
+            return False
+    return True
 
 
 # --- comparing the ranks: are samples, orders and random numbers different where they should be? ----------------------
@@ -3055,15 +3250,18 @@ def find_different_start(records: Sequence[Record]) -> list[Finding]:
 def data_parallel_ranks(model: str, records: Sequence[Record]) -> set[int]:
     """The ranks that average the gradients of a model, so that their data should differ; empty if that is not certain.
 
-    An unwrapped model that starts equal on all ranks counts, whether its gradients are averaged by hand or by nobody.
-    ``model`` is its name. A model that communicates in its own forward may rightly get the same data on several ranks.
+    ``model`` is the model's name in the records, such as "DDP Net 1".
     """
-    notes = [record.models[model] for record in records if model in record.models]
-    if any(note.communicates for note in notes):
+    descriptions = [record.models[model] for record in records if model in record.models]
+    if any(description.communicates for description in descriptions):
+        return set()  # a model that communicates in its own forward may rightly get the same data on several ranks
+    if descriptions[0].wrapper:
+        return set(descriptions[0].data_ranks)
+
+    # An unwrapped model counts if it starts equal on all ranks, and its gradients are averaged by hand or by nobody.
+    if not plain_replicas(records, {"plain"}):
         return set()
-    if notes[0].wrapper:
-        return set(notes[0].data_ranks)
-    if not plain_replicas(records, {"plain"}) or not equal(initial_weights(record) for record in records):
+    if not equal(initial_weights(record) for record in records):
         return set()
     averages_by_hand = all(record.averages_gradients for record in records)
     if averages_by_hand or not sends_by_hand(records):
@@ -3081,13 +3279,17 @@ def models_of(records: Sequence[Record]) -> list[str]:
     return names
 
 
-def common_models(records: Sequence[Record]) -> Iterator[tuple[str, list[Record]]]:
+def data_parallel_models(records: Sequence[Record]) -> Iterator[tuple[str, list[Record]]]:
     """Yields (name, records) of each model that several ranks train on data of their own, with these ranks' records."""
     for model in models_of(records):
         ranks = data_parallel_ranks(model, records)
-        holders = [record for record in records if record.rank in ranks and model in record.models and record.steps]
-        if len(holders) > 1:
-            yield model, holders
+        model_records = []
+        for record in records:
+            has_trained = model in record.models and len(record.steps) > 0
+            if record.rank in ranks and has_trained:
+                model_records.append(record)
+        if len(model_records) > 1:
+            yield model, model_records
 
 
 def forwards_of(record: Record, model: str) -> list[Forward]:
@@ -3102,7 +3304,7 @@ def epochs_of(record: Record, model: str) -> list[Epoch]:
 
 @dataclass(frozen=True)
 class PairOfRanks:
-    """Two ranks that train a model, and their calls of it: as many of each as both have made."""
+    """Two ranks that train a model, and their calls of it in training: as many of each as both have made."""
 
     first: Record
     second: Record
@@ -3118,141 +3320,173 @@ class PairOfRanks:
         """The first call of both, the second call of both, and so on."""
         return zip(self.first_calls, self.second_calls, strict=True)
 
+    def has_equal_inputs(self) -> bool:
+        """Whether both ranks got the same batch in each of their calls."""
+        return all(first_call.inputs == second_call.inputs for first_call, second_call in self.calls())
 
-def pairs_of_ranks(model: str, holders: Sequence[Record]) -> Iterator[PairOfRanks]:
-    """Yields each pair of the ranks that train a model, whose records are given."""
-    for first, second in itertools.combinations(holders, 2):
+    def has_different_inputs(self) -> bool:
+        """Whether the ranks got different batches in each of their calls."""
+        return all(first_call.inputs != second_call.inputs for first_call, second_call in self.calls())
+
+    def has_equal_noise(self) -> bool:
+        """Whether dropout began with the same random state on both ranks, in each of their calls."""
+        return all(first_call.noise == second_call.noise for first_call, second_call in self.calls())
+
+
+def pairs_of_ranks(model: str, model_records: Sequence[Record]) -> Iterator[PairOfRanks]:
+    """Yields each pair of the ranks that train a model. ``model_records`` are the records of these ranks."""
+    for first, second in itertools.combinations(model_records, 2):
         first_calls = forwards_of(first, model)
         second_calls = forwards_of(second, model)
-        common = min(len(first_calls), len(second_calls))
-        yield PairOfRanks(first, second, first_calls[:common], second_calls[:common])
+        calls_of_both = min(len(first_calls), len(second_calls))
+        yield PairOfRanks(first, second, first_calls[:calls_of_both], second_calls[:calls_of_both])
+
+
+def pairs_of_epochs(model: str, first: Record, second: Record) -> Iterator[tuple[Epoch, Epoch]]:
+    """Yields the first epoch of both ranks in which they train a model, then the second of both, and so on.
+
+    It ends with the last epoch that both have begun.
+    """
+    return zip(epochs_of(first, model), epochs_of(second, model), strict=False)
 
 
 def find_same_samples(records: Sequence[Record]) -> list[Finding]:
-    """Find ranks that train on the same samples. ``records`` are the notes of all ranks.
+    """Find ranks that train on the same samples. ``records`` has one Record of each rank.
 
     Either their models get equal inputs in each call, or their loaders give out equal indices of equal datasets.
     """
     findings = []
-    for model, holders in common_models(records):
-        for pair in pairs_of_ranks(model, holders):
-            batches = {call.inputs for call in pair.first_calls}  # checksums
+    for model, model_records in data_parallel_models(records):
+        for pair in pairs_of_ranks(model, model_records):
+            different_batches = {call.inputs for call in pair.first_calls}  # checksums of the batches of the first rank
+            trains_on_one_batch = len(different_batches) <= 1  # again and again, as a benchmark does
             elements = sum(call.elements for call in pair.first_calls)
-            is_same = all(first_call.inputs == second_call.inputs for first_call, second_call in pair.calls())
-            # A benchmark may train on one batch again and again, and a few numbers may be equal by chance.
-            is_enough = len(batches) > 1 and elements >= FEWEST_ELEMENTS
-            if is_same and is_enough:
-                sentence = f"{listed(pair.ranks).capitalize()} train on the same {len(batches)} batches."
-                place = source_of(pair.first, pair.first_calls[0])
-                findings.append(finding("same_samples", place, pair.ranks, sentence))
+            may_be_chance = elements < FEWEST_ELEMENTS
+            if pair.has_equal_inputs() and not trains_on_one_batch and not may_be_chance:
+                sentence = f"{listed(pair.ranks).capitalize()} train on the same {len(different_batches)} batches."
+                code_line = source_of(pair.first, pair.first_calls[0])
+                findings.append(make_finding("same_samples", code_line, pair.ranks, sentence))
             else:
                 findings += find_same_indices(model, pair.first, pair.second)
     return merged(findings)
 
 
-def source_of(record: Record, forward: Forward) -> Place:
+def source_of(record: Record, forward: Forward) -> CodeLine:
     """The line of the loop over the loader that is trained on, or else that of the model's call."""
     for epoch in record.epochs:
         if epoch.steps:
-            return epoch.place
-    return forward.place
+            return epoch.code_line
+    return forward.code_line
 
 
 def find_same_indices(model: str, first: Record, second: Record) -> list[Finding]:
-    """Find loaders that give two ranks, which train one model, the same samples: one finding, or none.
+    """Find loaders that give two ranks, which train one model, the same samples: one finding, or [].
 
-    The batches may look different, because each rank augments its own samples. So the indices are compared.
+    The batches may look different, because each rank augments its own samples. So the indices are compared, which the
+    sampler has given to the loader.
     """
-    epochs_of_both = zip(epochs_of(first, model), epochs_of(second, model), strict=False)  # as far as both have come
-    for epoch, other_epoch in epochs_of_both:
+    for epoch, other_epoch in pairs_of_epochs(model, first, second):
         has_same_dataset = epoch.dataset is not None and epoch.dataset == other_epoch.dataset
-        if not has_same_dataset or epoch.loader != other_epoch.loader:
+        is_same_loader = epoch.loader == other_epoch.loader  # the first that each rank made, or the second, …
+        if not has_same_dataset or not is_same_loader:
             continue
-        if min(epoch.steps, other_epoch.steps) < 2 or epoch.samples < FEWEST_SAMPLES:
-            continue  # so few may be equal by chance
+        may_be_chance = min(epoch.steps, other_epoch.steps) < 2 or epoch.samples < FEWEST_SAMPLES
+        if may_be_chance:
+            continue
         if equal_beginnings(epoch.indices, other_epoch.indices):
             ranks = (first.rank, second.rank)
             sentence = f"The {epoch.sampler} gives {listed(ranks)} the same indices of the same dataset."
-            return [finding("same_samples", epoch.place, ranks, sentence)]
+            return [make_finding("same_samples", epoch.code_line, ranks, sentence)]
     return []
 
 
 def equal_beginnings(first: list[int], second: list[int]) -> bool:
-    """Whether two lists of at least two batches are equal as far as the shorter one goes."""
+    """Whether two epochs begin with the same batches: at least two, and as many as both lists have.
+
+    The lists have checksums of the batches' indices.
+    """
     length = min(len(first), len(second))
     return length >= 2 and first[:length] == second[:length]
 
 
 def merged(findings: Sequence[Finding]) -> list[Finding]:
-    """The findings of pairs of ranks, in which those of one kind at one line become one finding of all their ranks.
+    """Join findings of one kind at one line, each about two ranks, to one finding about all these ranks.
 
     So "Ranks 0 and 1 …" and "Ranks 0 and 2 …" become "Ranks 0, 1 and 2 …".
     """
-    by_line: dict[tuple[str, str, int], Finding] = {}  # {(kind, file, line): what was found there so far}
-    for found in findings:
-        key = (found.kind, found.file, found.line)
-        if key not in by_line:
-            by_line[key] = found
-            continue
-        known = by_line[key]
-        all_ranks = tuple(sorted({*known.ranks, *found.ranks}))
-        # The sentence names the ranks, too, and may begin with them.
-        old = listed(known.ranks)
-        new = listed(all_ranks)
-        sentence = known.sentence.replace(old, new).replace(old.capitalize(), new.capitalize())
-        by_line[key] = replace(known, ranks=all_ranks, sentence=sentence)
+    by_line: dict[tuple[str, str, int], Finding] = {}  # {(kind, file, line): the findings there so far, as one}
+    for finding in findings:
+        key = (finding.kind, finding.file, finding.line)
+        earlier = by_line.get(key)
+        if earlier is None:
+            by_line[key] = finding
+        else:
+            by_line[key] = with_ranks(earlier, {*earlier.ranks, *finding.ranks})
     return list(by_line.values())
+
+
+def with_ranks(finding: Finding, ranks: Iterable[int]) -> Finding:
+    """The same finding about other ranks. Its sentence names its ranks, perhaps at the beginning, and is changed, too.
+
+    For example "Ranks 0 and 1 train on the same 2 batches." becomes "Ranks 0, 1 and 2 train on the same 2 batches."
+    """
+    old_words = listed(finding.ranks)
+    new_words = listed(ranks)
+    sentence = finding.sentence.replace(old_words, new_words)
+    sentence = sentence.replace(old_words.capitalize(), new_words.capitalize())
+    return replace(finding, ranks=tuple(sorted(ranks)), sentence=sentence)
 
 
 def find_same_noise(records: Sequence[Record]) -> list[Finding]:
     """Find ranks whose dropout begins with the same random state in each call, while their batches differ.
 
-    They drop the same units, so they learn less than from different noise. ``records`` are the notes of all ranks.
+    They drop the same units, so they learn less than from different noise. ``records`` has one Record of each rank.
     """
     findings = []
-    for model, holders in common_models(records):
-        for pair in pairs_of_ranks(model, holders):
-            passes = len(pair.first_calls)
+    for model, model_records in data_parallel_models(records):
+        for pair in pairs_of_ranks(model, model_records):
+            calls = len(pair.first_calls)
             has_dropout = all(call.noise is not None for call in pair.first_calls)
-            same_noise = all(first_call.noise == second_call.noise for first_call, second_call in pair.calls())
-            different_batches = all(first_call.inputs != second_call.inputs for first_call, second_call in pair.calls())
-            if passes >= 3 and has_dropout and same_noise and different_batches:
-                sentence = f"{listed(pair.ranks).capitalize()} drop the same units in each of {passes} forward passes."
-                findings.append(finding("same_noise", pair.first_calls[0].place, pair.ranks, sentence))
+            if calls < 3 or not has_dropout:
+                continue
+            if pair.has_equal_noise() and pair.has_different_inputs():
+                sentence = f"{listed(pair.ranks).capitalize()} drop the same units in each of {calls} forward passes."
+                code_line = pair.first_calls[0].code_line
+                findings.append(make_finding("same_noise", code_line, pair.ranks, sentence))
     return merged(findings)
 
 
 def find_same_augmentation(records: Sequence[Record]) -> list[Finding]:
     """Find datasets that give two ranks different samples, but draw the same random numbers to augment them.
 
-    ``records`` are the notes of all ranks.
+    ``records`` has one Record of each rank.
     """
     findings = []
-    for model, holders in common_models(records):
-        for first, second in itertools.combinations(holders, 2):
-            epochs_of_both = zip(epochs_of(first, model), epochs_of(second, model), strict=False)
-            for epoch, other_epoch in epochs_of_both:
+    for model, model_records in data_parallel_models(records):
+        for first, second in itertools.combinations(model_records, 2):
+            for epoch, other_epoch in pairs_of_epochs(model, first, second):
                 if draw_the_same(epoch, other_epoch):
                     ranks = (first.rank, second.rank)
                     sentence = f"{listed(ranks).capitalize()} draw the same random numbers for different samples."
-                    findings.append(finding("same_noise", epoch.place, ranks, sentence))
+                    findings.append(make_finding("same_noise", epoch.code_line, ranks, sentence))
     return merged(findings)
 
 
 def draw_the_same(first: Epoch, second: Epoch) -> bool:
     """Whether two ranks drew the same random numbers, for different samples, in each of at least three batches.
 
-    ``noise`` of an epoch says for each batch which random states loading it changed, as a checksum, or 0 for none.
+    ``noise`` of an epoch has a number for each batch: a checksum of the random states that changed while the batch was
+    loaded, or 0 if none did. ``indices`` has a checksum of each batch's indices.
     """
-    noted_batches = min(len(first.noise), len(second.noise), len(first.indices), len(second.indices))
-    compared_batches = noted_batches - 1  # without the first one, because before it a sampler may draw its order
-    if min(compared_batches, first.steps, second.steps) < 3:
+    recorded_batches = min(len(first.noise), len(second.noise), len(first.indices), len(second.indices))
+    compared_batches = range(1, recorded_batches)  # not the first one, because before it a sampler may draw its order
+    if min(len(compared_batches), first.steps, second.steps) < 3:
         return False
-    for batch in range(1, noted_batches):
+    for batch in compared_batches:
         draws_nothing = first.noise[batch] == 0
-        if draws_nothing or first.noise[batch] != second.noise[batch]:
-            return False
-        if first.indices[batch] == second.indices[batch]:
+        same_noise = first.noise[batch] == second.noise[batch]
+        same_samples = first.indices[batch] == second.indices[batch]
+        if draws_nothing or not same_noise or same_samples:
             return False
     return True
 
@@ -3260,43 +3494,56 @@ def draw_the_same(first: Epoch, second: Epoch) -> bool:
 def find_different_noise(records: Sequence[Record]) -> list[Finding]:
     """Find a dropout whose input is equal on two tensor-parallel ranks, and whose output is not.
 
-    Such ranks hold one activation, of which each has to drop the same units. ``records`` are the notes of all ranks.
+    Such ranks hold the same activation, and each has to drop the same units of it. ``records`` has one Record of each
+    rank.
     """
     for first, second in itertools.combinations(records, 2):
-        different = []
-        for dropout, other in zip(first.dropouts, second.dropouts, strict=False):  # as far as both have come
+        dropped_differently = []
+        for dropout, other in zip(first.dropouts, second.dropouts, strict=False):  # as many as both ranks have
+            are_in_one_group = second.rank in dropout.ranks
             same_input = dropout.before == other.before
             same_output = dropout.after == other.after
-            if second.rank in dropout.ranks and same_input and not same_output:
-                different.append(dropout)
-        if len(different) >= 2:
+            if are_in_one_group and same_input and not same_output:
+                dropped_differently.append(dropout)
+        if len(dropped_differently) >= 2:
             ranks = (first.rank, second.rank)
             sentence = f"A dropout gets the same activation on {listed(ranks)} and drops different units of it."
-            return [finding("different_noise", different[0].place, ranks, sentence)]
+            return [make_finding("different_noise", dropped_differently[0].code_line, ranks, sentence)]
     return []
 
 
 def find_repeated_orders(records: Sequence[Record]) -> list[Finding]:
-    """Find two epochs of one loader, both trained on, that have the same order, although the sampler shuffles.
+    """Find two epochs of one loader that have the same order of samples, although the sampler shuffles.
 
-    A DistributedSampler gives a new order only after ``set_epoch`` with another number. ``records`` are the notes of
-    all ranks, each of which is looked at alone.
+    A DistributedSampler gives a new order only after ``set_epoch`` with another number. ``records`` has one Record of
+    each rank, and each is looked at alone.
     """
     findings = []
     for record in records:
         epochs_by_loader = sorted(record.epochs, key=lambda epoch: epoch.loader)  # each loader's stay in their order
         for earlier, later in itertools.pairwise(epochs_by_loader):
-            if earlier.loader != later.loader or not earlier.shuffled or min(earlier.steps, later.steps) < 2:
-                continue
-            has_epochs = later.sampler_epoch >= 0
-            same_epoch = has_epochs and earlier.sampler_epoch == later.sampler_epoch
-            is_enough = later.samples >= FEWEST_SAMPLES  # the order of fewer may be the same by chance
-            if same_epoch and is_enough and equal_beginnings(earlier.indices, later.indices):
+            if repeats_order(earlier, later):
                 sentence = (
                     f"The {later.sampler} gives the same order in two epochs: its epoch stays {later.sampler_epoch}."
                 )
-                findings.append(finding("same_order", later.place, [record.rank], sentence))
+                findings.append(make_finding("same_order", later.code_line, [record.rank], sentence))
     return merged(findings)
+
+
+def repeats_order(earlier: Epoch, later: Epoch) -> bool:
+    """Whether two epochs of a rank, one after the other, certainly have the same order because of a missing set_epoch.
+
+    ``sampler_epoch`` is what set_epoch was given last, or -1 if the sampler has no such method.
+    """
+    if earlier.loader != later.loader or not earlier.shuffled:
+        return False
+    if min(earlier.steps, later.steps) < 2:  # an epoch was not trained on
+        return False
+    if later.sampler_epoch < 0 or earlier.sampler_epoch != later.sampler_epoch:
+        return False
+    if later.samples < FEWEST_SAMPLES:  # the order of so few may be the same by chance
+        return False
+    return equal_beginnings(earlier.indices, later.indices)
 
 
 # --- comparing the ranks: are wrapped models called, and steps made, equally often? -----------------------------------
@@ -3306,51 +3553,53 @@ def find_repeated_orders(records: Sequence[Record]) -> list[Finding]:
 def wrapped_models(records: Sequence[Record]) -> Iterator[tuple[str, list[Record]]]:
     """Yields (name, records) of each wrapped model, with the records of the ranks that average its gradients.
 
-    A model inside torch's Join is left out, because there ranks may call it differently often.
+    A model inside torch's Join is left out, because there some ranks may call it less often than others.
     """
     for model in models_of(records):
-        holders = [record for record in records if model in record.models and record.steps]
-        if not holders or any(record.models[model].joins for record in holders):
+        model_records = [record for record in records if model in record.models and record.steps]
+        if not model_records or any(record.models[model].joins for record in model_records):
             continue
-        note = holders[0].models[model]
-        if note.wrapper:
-            yield model, [record for record in holders if record.rank in note.data_ranks]
+        description = model_records[0].models[model]
+        if description.wrapper:
+            yield model, [record for record in model_records if record.rank in description.data_ranks]
 
 
 def find_calls_on_some_ranks(records: Sequence[Record]) -> list[Finding]:
     """Find a wrapped model that some ranks call more often than others before a step, as to validate on rank 0 alone.
 
-    These calls communicate, so they pair up with other calls of the other ranks. ``records`` are the notes of all
-    ranks. One finding is enough: the counts go on, so after the first difference all later steps differ, too.
+    These calls communicate, so they pair up with other calls of the other ranks. ``records`` has one Record of each
+    rank. One finding is enough: the counts go on, so after the first difference all later steps differ, too.
     """
-    for model, holders in wrapped_models(records):
-        for steps in common_steps(holders):
-            calls_of_ranks = {}
-            for record, step in zip(holders, steps, strict=True):  # a step has one note of each holder
+    for model, model_records in wrapped_models(records):
+        for steps in common_steps(model_records):
+            calls_of_ranks = {}  # {rank: how it has called the model until this step}
+            for record, step in zip(model_records, steps, strict=True):
                 if model in step.calls:
                     calls_of_ranks[record.rank] = step.calls[model]
-            found = compare_calls(calls_of_ranks, steps[0])
-            if found is not None:
-                return [found]
+            finding = compare_calls(calls_of_ranks, steps[0])
+            if finding is not None:
+                return [finding]
     return []
 
 
 def compare_calls(calls_of_ranks: dict[int, Calls], step: Step) -> Finding | None:
     """A finding if some ranks have called a wrapped model more often than others before a step, or None.
 
-    ``calls_of_ranks`` is {rank: how it has called the model until then}. ``step`` is one rank's note of the step.
+    ``calls_of_ranks`` is {rank: how it has called the model until then}. ``step`` is any rank's record of the step.
     """
+    if len(calls_of_ranks) < 2:
+        return None
     # If the ranks have not averaged gradients equally often, a step was left out, which is another mistake.
-    if len(calls_of_ranks) < 2 or not equal(calls.averaged for calls in calls_of_ranks.values()):
+    if not equal(calls.averaged for calls in calls_of_ranks.values()):
         return None
 
     with_gradients = {rank: calls.to_average for rank, calls in calls_of_ranks.items()}
     if not equal(with_gradients.values()):
         return uneven_calls(with_gradients, "with gradients", calls_of_ranks, step)
 
-    # Calls without gradients make only a note. DDP broadcasts its buffers in them, and leaves that out in the next
-    # call. So the ranks' broadcasts pair up, and programs that evaluate on rank 0 alone work. They would not between
-    # the first two steps, where DDP also broadcasts how it divides the gradients into buckets.
+    # A finding about calls without gradients is only a note. DDP broadcasts its buffers in them, and leaves that out in
+    # the next call. So the ranks' broadcasts pair up, and programs that evaluate on rank 0 alone work. They would not
+    # between the first two steps, where DDP also broadcasts how it divides the gradients into buckets.
     without_gradients = {rank: calls.to_broadcast for rank, calls in calls_of_ranks.items()}
     if not equal(without_gradients.values()):
         return replace(uneven_calls(without_gradients, "without gradients", calls_of_ranks, step), is_note=True)
@@ -3358,50 +3607,48 @@ def compare_calls(calls_of_ranks: dict[int, Calls], step: Step) -> Finding | Non
 
 
 def uneven_calls(counts: dict[int, int], manner: str, calls_of_ranks: dict[int, Calls], step: Step) -> Finding:
-    """The finding that ranks have called a wrapped model differently often before ``step``.
+    """The finding that some ranks have called a wrapped model more often than others before ``step``.
 
     ``counts`` is {rank: how often}, and ``manner`` says which calls are counted: "with gradients". ``calls_of_ranks``
     has the lines of the calls. The finding is at a line that only the rank with the most calls has, if there is one.
     """
-    most = max(counts, key=lambda rank: counts[rank])
-    fewest = min(counts, key=lambda rank: counts[rank])
-    place = step.place
-    lines_elsewhere = calls_of_ranks[fewest].places
-    lines_of_most_alone = [line for line in calls_of_ranks[most].places if line not in lines_elsewhere]
-    if lines_of_most_alone:
-        place = lines_of_most_alone[0]
-    ranks = [rank for rank, count in counts.items() if count > counts[fewest]]
+    rank_with_most = max(counts, key=lambda rank: counts[rank])
+    rank_with_fewest = min(counts, key=lambda rank: counts[rank])
+    fewest = counts[rank_with_fewest]
+    ranks_with_more = [rank for rank, count in counts.items() if count > fewest]
     sentence = (
-        f"Before step {step.number}, the wrapped model is called {manner} {counts[most]} times on {listed(ranks)} "
-        f"and {counts[fewest]} times elsewhere."
+        f"Before step {step.number}, the wrapped model is called {manner} {counts[rank_with_most]} times on "
+        f"{listed(ranks_with_more)} and {fewest} times elsewhere."
     )
-    return finding("rank_alone", place, ranks, sentence)
+    code_line = step.code_line
+    lines_elsewhere = calls_of_ranks[rank_with_fewest].code_lines
+    for line in calls_of_ranks[rank_with_most].code_lines:
+        if line not in lines_elsewhere:
+            code_line = line
+            break
+    return make_finding("rank_alone", code_line, ranks_with_more, sentence)
 
 
 @dataclass(frozen=True)
 class LeftOutStep:
-    """A step of an optimizer that a rank did not make. ``step`` is another rank's note of it."""
+    """A step of an optimizer that a rank did not make. ``step`` is another rank's record of it."""
 
     rank: int
     step: Step
 
 
-def left_out_steps(model: str, holders: Sequence[Record]) -> list[LeftOutStep]:
-    """The steps that some ranks made after a backward pass that averaged a model's gradients, and others did not.
+def left_out_steps(model: str, model_records: Sequence[Record]) -> list[LeftOutStep]:
+    """The optimizer steps that some ranks made after they had averaged a model's gradients, and others did not make.
 
-    All ranks take part in such a backward pass, so its number is the same on all ranks, and says which steps belong
-    together. ``holders`` are the records of the ranks that train the model.
+    ``model_records`` are the records of the ranks that train the model.
     """
     left_out = []
-    for optimizer in optimizers_of(model, holders):
-        steps_of_ranks: dict[int, dict[int, Step]] = {}  # {rank: {number of the backward pass: the step after it}}
-        for record in holders:
-            steps = [step for step in record.steps if step.optimizer == optimizer and model in step.calls]
-            steps_of_ranks[record.rank] = {step.calls[model].averaged: step for step in steps}
+    for optimizer in optimizers_of(model, model_records):
+        steps_of_ranks = {record.rank: steps_by_backward(record, optimizer, model) for record in model_records}
         if not all(steps_of_ranks.values()):  # a rank has made no step at all
             continue
-        last_of_each_rank = [max(steps_after) for steps_after in steps_of_ranks.values()]
-        last_of_all = min(last_of_each_rank)  # the last backward pass that every rank has come to
+        # Steps after the last backward pass that every rank has come to may still follow on a slower rank.
+        last_of_all = min(max(own_steps) for own_steps in steps_of_ranks.values())
         for rank, own_steps in steps_of_ranks.items():
             for steps_of_other in steps_of_ranks.values():
                 for backward, step in steps_of_other.items():
@@ -3410,10 +3657,23 @@ def left_out_steps(model: str, holders: Sequence[Record]) -> list[LeftOutStep]:
     return left_out
 
 
-def optimizers_of(model: str, holders: Sequence[Record]) -> list[int]:
+def steps_by_backward(record: Record, optimizer: int, model: str) -> dict[int, Step]:
+    """A rank's steps of an optimizer: {number of the backward pass of the model before it: the step}.
+
+    Only backward passes that average gradients have a number. All ranks take part in these, so the number is the same
+    on all ranks, and says which of their steps belong together.
+    """
+    steps = {}
+    for step in record.steps:
+        if step.optimizer == optimizer and model in step.calls:
+            steps[step.calls[model].averaged] = step
+    return steps
+
+
+def optimizers_of(model: str, model_records: Sequence[Record]) -> list[int]:
     """The numbers of the optimizers that have parameters of a model, in order."""
     numbers = set()
-    for record in holders:
+    for record in model_records:
         numbers |= {step.optimizer for step in record.steps if model in step.calls}
     return sorted(numbers)
 
@@ -3421,17 +3681,17 @@ def optimizers_of(model: str, holders: Sequence[Record]) -> list[int]:
 def find_uneven_steps(records: Sequence[Record]) -> list[Finding]:
     """Find steps of an optimizer that some ranks leave out, as a rank may do that skips a step after a large loss.
 
-    ``records`` are the notes of all ranks.
+    ``records`` has one Record of each rank.
     """
-    for model, holders in wrapped_models(records):
-        left_out = left_out_steps(model, holders)
+    for model, model_records in wrapped_models(records):
+        left_out = left_out_steps(model, model_records)
         if left_out:
             step = left_out[0].step
             ranks = {missing.rank for missing in left_out}
             sentence = (
                 f"{listed(ranks).capitalize()} did not make the optimizer step that is step {step.number} elsewhere."
             )
-            return [finding("uneven_steps", step.place, ranks, sentence)]
+            return [make_finding("uneven_steps", step.code_line, ranks, sentence)]
     return []
 
 
@@ -3440,72 +3700,93 @@ def find_uneven_steps(records: Sequence[Record]) -> list[Finding]:
 
 
 def find_different_buffers(records: Sequence[Record]) -> list[Finding]:
-    """Find replicas that evaluate different data with different batch statistics, and then add up their results.
+    """Find ranks that evaluate with different batch statistics of BatchNorm, and then add up their results.
 
-    The result depends on which rank gets which data then. ``records`` are the notes of all ranks.
+    The sum then depends on which rank evaluates which data. ``records`` has one Record of each rank.
     """
-    evaluations: dict[tuple[str, int], dict[int, Evaluation]] = {}  # {(model, number): {rank: the rank's note}}
-    for record in records:
-        for evaluation in record.evaluations:
-            if evaluation.reduced:
-                by_rank = evaluations.setdefault((evaluation.model, evaluation.number), {})
-                by_rank[record.rank] = evaluation
-    for by_rank in evaluations.values():
-        ranks = list(by_rank)
-        notes = list(by_rank.values())
-        same_weights = equal(note.weights for note in notes)
-        same_data = equal(note.inputs for note in notes)
-        if len(notes) < 2 or not same_weights or same_data:
-            continue
-        different = [name for name in notes[0].buffers if not equal(note.buffers.get(name) for note in notes)]
-        if different:
-            sentence = f"{different[0]} differs on {listed(ranks)}, whose results are then added up."
-            return [finding("different_buffers", notes[0].place, ranks, sentence)]
+    for evaluations in evaluations_to_compare(records):
+        first = evaluations[0].evaluation
+        for buffer in first.buffers:
+            checksums_of_ranks = [one_rank.evaluation.buffers.get(buffer) for one_rank in evaluations]
+            if not equal(checksums_of_ranks):
+                ranks = [one_rank.rank for one_rank in evaluations]
+                sentence = f"{buffer} differs on {listed(ranks)}, whose results are then added up."
+                return [make_finding("different_buffers", first.code_line, ranks, sentence)]
     return []
 
 
+@dataclass(frozen=True)
+class EvaluationOfRank:
+    """A rank's part in an evaluation."""
+
+    rank: int
+    evaluation: Evaluation
+
+
+def evaluations_to_compare(records: Sequence[Record]) -> list[list[EvaluationOfRank]]:
+    """The evaluations in which several ranks evaluate one model on different data, each as a list of the ranks' parts.
+
+    Only evaluations whose results are added up count, and only ranks that have equal weights are comparable.
+    """
+    parts_of: dict[tuple[str, int], list[EvaluationOfRank]] = {}  # {(model, number of the evaluation): its parts}
+    for record in records:
+        for evaluation in record.evaluations:
+            if evaluation.reduced:
+                parts = parts_of.setdefault((evaluation.model, evaluation.number), [])
+                parts.append(EvaluationOfRank(record.rank, evaluation))
+    comparable = []
+    for parts in parts_of.values():
+        same_weights = equal(part.evaluation.weights for part in parts)
+        same_data = equal(part.evaluation.inputs for part in parts)
+        if same_weights and not same_data:
+            comparable.append(parts)
+    return comparable
+
+
 def find_own_losses(records: Sequence[Record]) -> list[Finding]:
-    """Find a loss that rank 0 reads, as to log it, although it is only that of the rank's own share of the data.
+    """Find a loss that rank 0 reads, as to log it, although it is only the loss of that rank's share of the data.
 
     It is certain if rank 0 alone reads a loss, no rank ever sends something as small as a loss, and the ranks' batches
-    differ. ``records`` are the notes of all ranks.
+    differ. ``records`` has one Record of each rank.
     """
-    readers = [record for record in records if record.loss_reads]
-    only_rank_0_reads = [record.rank for record in readers] == [0]
-    something_small_is_sent = any(record.sent_sizes for record in records)
-    if not only_rank_0_reads or something_small_is_sent:
+    records_that_read = [record for record in records if record.loss_reads]
+    only_rank_0_reads = [record.rank for record in records_that_read] == [0]
+    if not only_rank_0_reads:
         return []
-    for model, holders in common_models(records):
-        first_batches = set()
-        for record in holders:
+    loss_may_be_reduced = any(record.sent_sizes for record in records)
+    if loss_may_be_reduced:
+        return []
+    for model, model_records in data_parallel_models(records):
+        first_batches = set()  # checksums
+        for record in model_records:
             forwards = forwards_of(record, model)
             if len(forwards) >= 2:
                 first_batches.add(forwards[0].inputs)
-        each_has_its_own = len(first_batches) == len(holders)
+        each_has_its_own = len(first_batches) == len(model_records)
         if each_has_its_own:
+            first_line_that_reads = records_that_read[0].loss_reads[0]
             sentence = "Rank 0 alone reads the loss, and no rank ever reduces one: it is the loss of rank 0's share."
-            first_line = readers[0].loss_reads[0]
-            return [finding("own_loss", first_line, [0], sentence)]
+            return [make_finding("own_loss", first_line_that_reads, [0], sentence)]
     return []
 
 
 def find_same_files(records: Sequence[Record]) -> list[Finding]:
-    """Find files that several ranks of one host write at about the same time. ``records`` are the notes of all ranks.
+    """Find files that several ranks of one host write at about the same time. ``records`` has one Record of each rank.
 
     It is about the same time if the ranks have made the same number of steps when each first writes the file.
     """
-    writers: dict[tuple[str, str, int], dict[int, Place]] = {}  # {(host, path, steps made): {rank: line}}
+    writers: dict[tuple[str, str, int], dict[int, CodeLine]] = {}  # {(host, path, steps made): {rank: its line}}
     for record in records:
         for path, save in record.saves.items():
-            by_rank = writers.setdefault((record.host, path, save.steps_made), {})
-            by_rank[record.rank] = save.place
+            line_of_rank = writers.setdefault((record.host, path, save.steps_made), {})
+            line_of_rank[record.rank] = save.code_line
     findings = []
-    for (_, path, _), lines in writers.items():
-        if len(lines) > 1:
-            ranks = list(lines)
-            place_of_first = lines[ranks[0]]
+    for (_, path, _), line_of_rank in writers.items():
+        if len(line_of_rank) > 1:
+            ranks = list(line_of_rank)
+            first_line = line_of_rank[ranks[0]]
             sentence = f"{listed(ranks).capitalize()} all write {os.path.basename(path)} at the same time."
-            findings.append(finding("same_file", place_of_first, ranks, sentence))
+            findings.append(make_finding("same_file", first_line, ranks, sentence))
     return findings
 
 

@@ -51,6 +51,8 @@ FIRST, GROUPS, DDP, FSDP, TRAINER, CAPSTONE = (
     find_notebook(number).stem for number in ("00", "01", "04", "06", "11", "16")
 )
 PREFLIGHT = preflight()
+# With this line a chapter begins to say how its script is started.
+ENTER = "source .venv/bin/activate && python -m helpers export {} && cd scripts"
 NEXT = f"{len(CHAPTERS):02}"
 REHEARSED = "on 8 pretended GPUs"
 REPLACED = {  # what a reader replaces: what it is here
@@ -107,7 +109,7 @@ WAYS = {
     ),
     "python -m helpers list": Way((FIRST, CAPSTONE)),
     "python -m helpers export 04 --out DIR": exports(f"{DDP}.py", folder="DIR"),
-    "python -m helpers export 00": exports(f"{FIRST}.py"),
+    ENTER.format("00"): exports(f"{FIRST}.py"),
     "python -m helpers export 11 --slurm --nodes 2 --gpus-per-node 8 --time 04:00:00": exports(
         *(TRAINER + ending for ending in (".py", ".sbatch", ".nodes.sh", ".k8s.yaml"))
     ),
@@ -155,8 +157,7 @@ TESTS = {  # by which other test a line is run
     "python -m helpers doctor": "test_doctor.py::test_without_a_launcher_it_starts_two_ranks_here",
     "python -m helpers verify": "../Makefile::python -m helpers verify $(ARGS)",
     "python -m helpers export 04 --out jobs": "test_commands.py::python -m helpers export 04 --out DIR",
-    "python -m helpers export 03": "test_commands.py::python -m helpers export 00",
-    "python -m helpers export 12": "test_commands.py::python -m helpers export 00",
+    "python -m helpers export 12": "test_commands.py::python -m helpers export {} && cd scripts",
     "python -m helpers export 16 --slurm --nodes=2 --gpus-per-node=8 --time=04:00:00": (
         "test_commands.py::python -m helpers export 11 --slurm"
     ),
@@ -224,11 +225,17 @@ def of_chapters():
     return {text: test for text, test in tests.items() if text not in ON_TWO_NODES}
 
 
+def of_exports():
+    """{line: the test that runs it}, of the lines that export a chapter's script: chapter 0's is run."""
+    lines = {ENTER.format(path.stem[:2]) for path in CHAPTERS} - set(WAYS)
+    return {line: "test_commands.py::def test_a_line_does_what_the_page_says" for line in lines & set(printed())}
+
+
 def test_each_line_is_in_one_table_and_each_row_is_printed():
-    tables = [WAYS, SERVED, TESTS, NOT_HERE, of_chapters()]
+    tables = [WAYS, SERVED, TESTS, NOT_HERE, of_chapters(), of_exports()]
     rows = [text for table in tables for text in table]
     assert sorted(rows) == sorted(printed())
-    for test in {*TESTS.values(), *of_chapters().values()}:
+    for test in {*TESTS.values(), *of_chapters().values(), *of_exports().values()}:
         file, name = test.split("::")
         assert name in (ROOT / "tests" / file).read_text(), test
 
@@ -244,6 +251,7 @@ def folders(tmp_path_factory):
     (project / ".venv").symlink_to(Path(sys.prefix))
     for name in ("requirements.txt", "requirements.lock", "pyproject.toml"):
         os.utime(project / name, (0, 0))  # .venv is ready
+    (reader / ".venv").symlink_to(Path(sys.prefix))
     (reader / "package").mkdir()
     for chapter, name in ((GROUPS, "train.py"), (FIRST, "my_script.py")):
         export(chapter, reader / name[:-3]).rename(reader / name)

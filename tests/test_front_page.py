@@ -132,8 +132,8 @@ def test_the_markdown_of_a_page_shows_what_the_page_shows(book):
     assert "*Figure: Three falling curves" in chapter
     assert "<details><summary>Imports</summary>\n\n```python\n%load_ext helpers" in chapter
     intro = (book.html / f"{INTRO}.md").read_text(encoding="utf-8")
-    assert "**In the loop:** Wrong sums: 4, 400 and 200 would be right." in intro
-    assert "mean of four ranks: less than 1e-5" in intro  # of a cell that it shows
+    assert "**In the loop:** The sums should be 4, 400 and 200." in intro
+    assert "mean of four ranks: within 1e-5 of one rank" in intro  # of a cell that it shows
 
 
 def test_a_page_that_is_missing_leads_to_the_first(book):

@@ -146,7 +146,7 @@ def test_first_of_two_failures_is_named(monkeypatch):
 
 
 def test_a_cause_is_named_before_the_connections_that_it_broke():
-    lost = Failure(when=1, what="RuntimeError: Connection closed by peer", traceback="...", echo=True)
+    lost = Failure(when=1, what="RuntimeError: Connection closed by peer", traceback="...", lost_peer=True)
     cause = Failure(when=2, what="KeyError: 'the cause'", traceback="...")
     error = first_failure({0: lost, 1: cause}, out_of_memory=False)
     assert str(error) == "rank 1 failed first: KeyError: 'the cause'"

@@ -20,7 +20,15 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 @pytest.fixture(autouse=True)
 def no_launcher_and_no_gpus(monkeypatch):
     """Each test starts without a launcher's variables, without GPUs and without a group."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "SLURM_STEP_NUM_TASKS",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     yield
@@ -45,6 +53,15 @@ def test_one_rank_starts_and_stops_as_often_as_asked(capsys):
 
 def test_an_exported_address_alone_makes_no_rank(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "gpu07")  # people export it in their shells
+    start_process_group()
+    assert dist.get_world_size() == 1
+
+
+def test_tasks_of_srun_without_torchrun_do_not_become_worlds_of_one(monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    with pytest.raises(RuntimeError, match="each would train alone"):
+        start_process_group()
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")  # a shell in Slurm
     start_process_group()
     assert dist.get_world_size() == 1
 

@@ -22,11 +22,11 @@ from helpers.ranks.launch import launch
 from helpers.training_check import (
     KINDS,
     Calls,
+    CodeLine,
     Finding,
     Forward,
     Model,
     Parameter,
-    Place,
     Record,
     Step,
     TrainingCheck,
@@ -222,14 +222,14 @@ def test_rank_0_reports_as_soon_as_all_ranks_have_made_the_steps():
 
 def record_of(rank, data_ranks, batches, weights, device="one kind"):
     """The notes of a rank that trains a DDP model of one parameter for a step on each batch."""
-    place = Place("train.py", 1)
+    code_line = CodeLine("train.py", 1)
     record = Record(rank=rank, world_size=4, device=device)
     record.models["DDP Net 1"] = Model("DDP", data_ranks)
     record.parameters["DDP Net 1: weight"] = Parameter("DDP Net 1", "weight", "DDP", 64, data_ranks)
     for number, (batch, weight) in enumerate(zip(batches, weights, strict=True), start=1):
-        record.forwards.append(Forward("DDP Net 1", place, batch, elements=64))
+        record.forwards.append(Forward("DDP Net 1", code_line, batch, elements=64))
         calls = {"DDP Net 1": Calls(to_average=number, to_broadcast=0, averaged=number, synchronized=True)}
-        step = Step(0, number, place, (0.1,), 0, calls, after={"DDP Net 1: weight": weight})
+        step = Step(0, number, code_line, (0.1,), 0, calls, after={"DDP Net 1: weight": weight})
         if number == 1:
             step.before = {"DDP Net 1: weight": 0}
         record.steps.append(step)
@@ -365,8 +365,8 @@ def test_pretended_gpus_change_no_finding(tmp_path):
 )
 def test_a_call_without_gradients_on_some_ranks_is_only_a_note(with_gradients, is_note):
     """Because DDP's broadcasts of buffers pair up after it."""
-    place = training_check.Place(file="train.py", line=3)
-    step = training_check.Step(optimizer=0, number=2, place=place, rates=(0.1,), settings=0, calls={})
+    code_line = training_check.CodeLine(file="train.py", line=3)
+    step = training_check.Step(optimizer=0, number=2, code_line=code_line, rates=(0.1,), settings=0, calls={})
     elsewhere = training_check.Calls(to_average=2, to_broadcast=0, averaged=2)
     alone = training_check.Calls(to_average=3, to_broadcast=0, averaged=2)
     if not with_gradients:

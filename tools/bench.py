@@ -106,7 +106,7 @@ def first_and_later(way: str, seconds: list[float]) -> Seconds:
 
 
 def time_launch() -> Seconds:
-    """This project's ``launch``, whose forkserver is started before, as in a chapter."""
+    """Measure this project's ``launch``, whose forkserver is started before, as in a chapter."""
     from helpers.ranks.launch import launch, warm
 
     warm()  # as `%load_ext helpers` does in a chapter's first cell
@@ -127,38 +127,46 @@ def totals_in(queue: SimpleQueue) -> list[float]:
 
 
 def time_spawn() -> Seconds:
-    """PyTorch's own mp.spawn. Each rank is a new interpreter, and imports torch."""
+    """Measure PyTorch's ``mp.spawn``, with which each rank is a new interpreter that has to import torch."""
     import torch.multiprocessing as mp
 
-    def call() -> list[float]:
+    def spawn_and_all_reduce() -> list[float]:
         queue = mp.get_context("spawn").SimpleQueue()
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(put_total, (f"{folder}/store", queue), nprocs=NPROC)
         return totals_in(queue)
 
     use_openmp()
-    return first_and_later("mp.spawn", seconds_of(call, calls=2))
+    seconds = seconds_of(spawn_and_all_reduce, calls=2)
+    return first_and_later("mp.spawn", seconds)
 
 
 def time_accelerate() -> Seconds:
-    """accelerate's notebook_launcher. It forks, and the ranks hang if the caller has used OpenMP: here it has not."""
+    """Measure how long accelerate's ``notebook_launcher`` takes to start the ranks, to all-reduce, and to end them.
+
+    It forks the ranks from this process. Forked ranks would hang if this process had multiplied matrices on several
+    threads before, so, unlike the other measurements, this one does not call ``use_openmp``.
+    """
     import torch.multiprocessing as mp
     from accelerate import notebook_launcher
 
-    def rank_main(store: str, queue: SimpleQueue) -> None:
-        put_total(int(os.environ["RANK"]), store, queue)
+    def run_rank(store: str, queue: SimpleQueue) -> None:
+        rank = int(os.environ["RANK"])  # accelerate sets this variable
+        put_total(rank, store, queue)
 
-    def call() -> list[float]:
+    def launch_and_all_reduce() -> list[float]:
         queue = mp.get_context("fork").SimpleQueue()
         with (
             tempfile.TemporaryDirectory() as folder,
-            contextlib.redirect_stdout(None),  # It prints how many processes it starts.
-            hold_port() as port,  # Other programs on this machine may look for a free port, too.
+            contextlib.redirect_stdout(None),  # accelerate prints how many processes it starts
+            hold_port() as port,  # a free port, which no other program on this machine can take meanwhile
         ):
-            notebook_launcher(rank_main, (f"{folder}/store", queue), num_processes=NPROC, use_port=str(port))
+            arguments_of_run_rank = (f"{folder}/store", queue)
+            notebook_launcher(run_rank, arguments_of_run_rank, num_processes=NPROC, use_port=str(port))
         return totals_in(queue)
 
-    return first_and_later("accelerate", seconds_of(call, calls=4))
+    seconds = seconds_of(launch_and_all_reduce, calls=4)
+    return first_and_later("accelerate", seconds)
 
 
 RANK_SCRIPT = f"""\
@@ -171,19 +179,21 @@ rank, folder = int(os.environ["RANK"]), pathlib.Path(sys.argv[1])
 
 
 def time_torchrun() -> Seconds:
-    """torchrun, on a script whose ranks write their totals to files, from which they are read."""
+    """Measure torchrun, on a script whose ranks write the totals of their all-reduce to files."""
 
-    def call() -> list[float]:
+    def torchrun_and_all_reduce() -> list[float]:
         with tempfile.TemporaryDirectory() as folder, hold_port() as port:
             script = Path(folder, "script.py")
             script.write_text(RANK_SCRIPT)
             command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={NPROC}"]
-            command += ["--master-addr=127.0.0.1", f"--master-port={port}", str(script), folder]
+            command += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+            command += [str(script), folder]  # rank 2 writes its total to the file "2" in this folder
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=300)
             return [float(Path(folder, str(rank)).read_text()) for rank in range(NPROC)]
 
-    return first_and_later("torchrun", seconds_of(call, calls=2))
+    seconds = seconds_of(torchrun_and_all_reduce, calls=2)
+    return first_and_later("torchrun", seconds)
 
 
 def call_on_engine(tools: str, function: str, arguments: list) -> Any:
@@ -202,41 +212,53 @@ def call_on_engine(tools: str, function: str, arguments: list) -> Any:
 
 
 def time_ipyparallel() -> Seconds:
-    """ipyparallel, whose engines keep running, so that also a process group can be kept between two calls.
+    """Measure ipyparallel, whose processes, the engines, keep running between two calls.
 
-    The first call contains the engines' start. With a group that is kept, a call is the all-reduce alone.
+    The first call contains the start of the engines. Because they keep running, a process group can be kept too: a
+    third row has the seconds of calls that do nothing but all-reduce in such a group.
     """
     import logging
 
     import ipyparallel
 
-    start = time.perf_counter()
+    before_first_call = time.perf_counter()
     with (
         tempfile.TemporaryDirectory() as folder,
         ipyparallel.Cluster(n=NPROC, log_level=logging.ERROR, profile_dir=folder) as client,
     ):
 
         def on_engines(function: str, arguments: Callable[[int], list]) -> list:
-            """What a function of this file returns on each engine. ``arguments(rank)`` are its arguments there."""
+            """Call a function of this file on each engine, as one rank; return what it returned there, by rank.
+
+            ``arguments(rank)`` are the arguments with which rank ``rank`` calls it.
+            """
             replies = []
             for rank in range(NPROC):
                 engine = client[rank]
                 replies.append(engine.apply_async(call_on_engine, str(ROOT / "tools"), function, arguments(rank)))
             return [reply.get(timeout=60) for reply in replies]
 
-        store_numbers = itertools.count()  # A file by which processes met cannot be used again.
+        store_numbers = itertools.count()
 
-        def call() -> list[float]:
+        def all_reduce_in_new_group() -> list[float]:
+            # Each group needs a new file, by which its ranks find each other.
             store = f"{folder}/store{next(store_numbers)}"
             return on_engines("with_group", lambda rank: [rank, store])
 
+        def all_reduce_in_kept_group() -> list[float]:
+            return on_engines("all_reduce", lambda rank: [])
+
         on_engines("use_one_thread", lambda rank: [])
-        seconds_of(call, calls=1)
-        first = time.perf_counter() - start
-        later = seconds_of(call, calls=8)
+        seconds_of(all_reduce_in_new_group, calls=1)
+        first_call = time.perf_counter() - before_first_call
+        later_calls = seconds_of(all_reduce_in_new_group, calls=8)
+
         on_engines("start_group", lambda rank: [rank, f"{folder}/kept"])
-        with_kept_group = seconds_of(lambda: on_engines("all_reduce", lambda rank: []), calls=8)
-    return {**first_and_later("ipyparallel", [first, *later]), "later call: ipyparallel, group kept": with_kept_group}
+        calls_in_kept_group = seconds_of(all_reduce_in_kept_group, calls=8)
+
+    seconds = first_and_later("ipyparallel", [first_call, *later_calls])
+    seconds["later call: ipyparallel, group kept"] = calls_in_kept_group
+    return seconds
 
 
 WAYS = {
@@ -277,46 +299,52 @@ def measure() -> Seconds:
 
 
 def table(seconds: Seconds) -> list[dict[str, str]]:
-    """The table as rows, {column: text}, those of first calls before those of later calls.
+    """The table of the measurements as rows, {column: text}: first the first calls of all ways, then the later calls.
 
-    A row has the median, the spread, and how many times the median of ``launch`` in the same kind of call it is.
+    ``seconds`` has the measurements of each row, such as ``{"first call: torchrun": [4.1, 4.3, 4.0], …}``. A row of the
+    table has their median, their spread, and the ratio of the median to that of ``launch`` in the same kind of call.
     """
 
-    def call_of(row: str) -> str:
+    def kind_of_call(name: str) -> str:
         """``first call`` or ``later call``, with which the name of a row begins."""
-        return row.partition(": ")[0]
+        return name.partition(": ")[0]
 
     rows = []
-    for name in sorted(seconds, key=call_of):
-        measured = seconds[name]
-        median = statistics.median(measured)
-        median_of_launch = statistics.median(seconds[f"{call_of(name)}: {BASE}"])
+    for name in sorted(seconds, key=kind_of_call):
+        measurements = seconds[name]
+        median = statistics.median(measurements)
+        median_of_launch = statistics.median(seconds[f"{kind_of_call(name)}: {BASE}"])
         rows.append(
             {
                 "What": name,
                 "Seconds": f"{median:.3g}",
-                "Lowest to highest": f"{min(measured):.3g} to {max(measured):.3g}",
+                "Lowest to highest": f"{min(measurements):.3g} to {max(measurements):.3g}",
                 "Ratio": f"{median / median_of_launch:.3g}",
-                "Calls": str(len(measured)),
+                "Calls": str(len(measurements)),
             }
         )
     return rows
 
 
 def machine() -> list[dict[str, str]]:
-    """The rows of the machine and the software. Call it before the measurements, which add to the load."""
-    cpu = platform.machine()
+    """The table of this machine and its software, as rows: ``[{"What": "cores", "Here": "4"}, …]``.
+
+    Call it before the measurements, because they add to the load that it reports.
+    """
+    cpu = platform.machine()  # such as x86_64
     if sys.platform == "linux":
         model = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        if model:
+        if model is not None:
             cpu = model[1]
-    last_minute, *_ = os.getloadavg()
+    load_of_last_minute, _, _ = os.getloadavg()
     values = {
         "CPU": cpu,
         "cores": str(os.cpu_count()),
-        "load before the run": f"{last_minute:.1f}",
+        "load before the run": f"{load_of_last_minute:.1f}",
         "Python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "accelerate", "ipyparallel")},
+        "torch": version("torch"),
+        "accelerate": version("accelerate"),
+        "ipyparallel": version("ipyparallel"),
         "date": datetime.date.today().isoformat(),
     }
     return [{"What": name, "Here": value} for name, value in values.items()]
@@ -339,10 +367,13 @@ def write(rows: list[dict[str, str]], name: str) -> None:
 
 
 def main() -> None:
-    """Measure all ways and print the tables; or, with --way, measure one in this interpreter and print it as JSON."""
+    """Measure all ways to start ranks and print the tables; or, with --way, measure one and print its seconds as JSON.
+
+    ``in_new_interpreter`` starts this file again with --way.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--record", action="store_true", help="write the tables of book/bench.md")
-    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)  # for in_new_interpreter
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)  # users have no use for it
     args = parser.parse_args()
     if args.way:
         # What a library printed may not end with a line break, and the JSON has to be the last line.

@@ -25,7 +25,10 @@ SLACK = 200 << 20  # bytes of a GPU that other programs may take or free between
 
 
 def use_gpu_and_nccl(rank: int) -> str:
-    """In a rank: assert that its GPU is its own, and that NCCL adds over all ranks. Returns the GPU's name."""
+    """In a rank: check that it uses the GPU of its own number, and that NCCL adds up a tensor over all ranks.
+
+    Raises AssertionError if not. Returns the GPU's name.
+    """
     world_size = dist.get_world_size()
     device = torch.device("cuda", rank)
     assert int(os.environ["LOCAL_RANK"]) == rank
@@ -33,10 +36,11 @@ def use_gpu_and_nccl(rank: int) -> str:
     group = dist.group.WORLD
     assert group is not None and group.bound_device_id == device
     assert dist.get_backend() == "nccl"
-    total = torch.full((1024,), rank + 1.0, device=device)
-    dist.all_reduce(total)
-    sum_over_ranks = float(sum(range(1, world_size + 1)))
-    assert torch.equal(total.cpu(), torch.full((1024,), sum_over_ranks))
+    tensor = torch.full((1024,), rank + 1.0, device=device)
+    dist.all_reduce(tensor)
+    one_to_world_size = range(1, world_size + 1)
+    expected = torch.full((1024,), float(sum(one_to_world_size)))
+    assert torch.equal(tensor.cpu(), expected)
     return torch.cuda.get_device_name(device)
 
 
@@ -152,8 +156,8 @@ CHECKS: dict[str, Callable[[int], str]] = {
 
 
 def main() -> int:
-    """Make all checks, and print a line for each; return the exit status: 1 if one failed, or 2 without a GPU."""
-    warm()
+    """Run all checks, and print a line for each; return the exit status: 0, or 1 if one failed, or 2 without a GPU."""
+    warm()  # starts the process from which `launch` forks ranks
     gpus = count_gpus(dict(os.environ))
     if gpus == 0:
         print("nothing was checked: this machine has no GPU that PyTorch can use")
@@ -163,10 +167,10 @@ def main() -> int:
         try:
             outcome = check(gpus).replace("\n", " ")
             print(f"ok      {name}: {outcome}", flush=True)
-        except Exception as error:  # the other checks are made all the same
+        except Exception as error:  # whatever went wrong, the other checks are run all the same
             failed += 1
             print(f"FAILED  {name}: {type(error).__name__}: {error}", flush=True)
-    return 1 if failed else 0
+    return 1 if failed > 0 else 0
 
 
 if __name__ == "__main__":

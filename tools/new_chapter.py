@@ -38,12 +38,13 @@ class Name:
 
 
 def checked(text: str, notebooks: Path) -> Name:
-    """Read the name of a new chapter. Raises ValueError, with the next step, for what is not the next chapter's name.
+    """Read the name of a new chapter, such as ``17_topic``, whose number has to be the next one in ``notebooks``.
 
-    Its number has to be the next one, because a gap between the chapters' numbers would break the order of the book.
-    The first chapter's number is 00, so the number of chapters is that of the next one.
+    Raises ValueError if it is not, because a gap between the chapters' numbers would break the order of the book, or if
+    ``text`` has another form.
     """
-    next_number = f"{len(list(notebooks.glob('[0-9][0-9]_*.ipynb'))):02}"
+    chapters = list(notebooks.glob("[0-9][0-9]_*.ipynb"))
+    next_number = f"{len(chapters):02}"  # the first chapter's number is 00
     match = NAME.fullmatch(text)
     if match is None or match["number"] != next_number:
         raise ValueError(

@@ -75,24 +75,17 @@ def id_in_book(page: str, anchor: str = "") -> str:
     return page_id
 
 
-def article(html: Path, page: str, pages: list[str]) -> Tag:
-    """Read one built page, and make of its content a part of the one long document, which holds all ``pages``.
+def article_of(page: str, html: Path, pages: list[str]) -> Tag:
+    """Read the content of one built page, and fit it into the one long document that holds all ``pages``.
 
-    ``html`` is the folder of the built book, and a page is a file's path in it without its suffix.
+    ``html`` is the folder of the built book. A page such as ``book/glossary`` is the path of its file in that folder,
+    without the suffix .html.
     """
     text = (html / f"{page}.html").read_text(encoding="utf-8")
     document = BeautifulSoup(text, "html.parser")
     content = element(document, "article.bd-article")
-    for tag in content.select(ON_SCREEN_ONLY):
-        tag.decompose()
-    for controls in content.select(".wso-controls"):
-        replace_controls(controls)
-    for box in content("details"):
-        open_box(box, document)
-    for tag in content(id=True):
-        is_in_drawing = tag.name == "svg" or tag.find_parent("svg") is not None
-        if not is_in_drawing:  # ids of drawings are unique in the book already
-            tag["id"] = id_in_book(page, str(tag["id"]))
+    make_printable(content, document)
+    make_ids_unique(content, page)
     for link in content("a", href=True):
         lead_inside(link, html, page, pages)
     for image in content("img", src=True):
@@ -100,6 +93,24 @@ def article(html: Path, page: str, pages: list[str]) -> Tag:
     content.name = "article"
     content.attrs = {"class": "bd-article page", "id": id_in_book(page)}
     return content
+
+
+def make_printable(content: Tag, document: BeautifulSoup) -> None:
+    """Remove from a page what works only on a screen, and open its closed boxes. ``document`` makes new tags."""
+    for tag in content.select(ON_SCREEN_ONLY):
+        tag.decompose()
+    for controls in content.select(".wso-controls"):
+        replace_controls(controls)
+    for box in content("details"):
+        open_box(box, document)
+
+
+def make_ids_unique(content: Tag, page: str) -> None:
+    """Put the name of the page before each id in its content, because two pages may have a heading with the same id."""
+    for tag in content(id=True):
+        is_in_drawing = tag.name == "svg" or tag.find_parent("svg") is not None
+        if not is_in_drawing:  # the ids of drawings are unique in the book already
+            tag["id"] = id_in_book(page, str(tag["id"]))
 
 
 def replace_controls(controls: Tag) -> None:
@@ -129,26 +140,28 @@ def open_box(box: Tag, document: BeautifulSoup) -> None:
 
 
 def lead_inside(link: Tag, html: Path, page: str, pages: list[str]) -> None:
-    """Make a link lead to the same place in the one long document of which the PDF is printed.
+    """Make a link from one page of the book to another lead to the same place in the one long document.
 
-    The link is from the page ``page``, and the document holds all ``pages``. Each is named as ``book/glossary`` is:
-    by the path of its file in the folder ``html``, without the suffix .html. A link to the web stays. A link to a file
-    that is not in the document, such as a download, becomes its text, because paper has no file beside it.
+    ``page`` is the page that has the link, and ``pages`` are all pages of the document. A page such as
+    ``book/glossary`` is the path of its file in the folder ``html``, without the suffix .html. A link to the web stays
+    as it is. A link to any other file, such as a download, becomes plain text, because the PDF does not contain it.
     """
     address = str(link["href"])  # such as "../book/cluster.html#a-section"
     is_on_the_web = urlsplit(address).scheme != ""
     if is_on_the_web:
         return
+
     file, _, anchor = address.partition("#")
     if file:
         linked_page = address_in_book(html, page, file).removesuffix(".html")
     else:  # the address is only "#a-section", of this page
         linked_page = page
+
     if linked_page not in pages:
         link.unwrap()
         return
     link["href"] = "#" + id_in_book(linked_page, unquote(anchor))
-    del link["title"]  # what a screen shows at the mouse
+    del link["title"]  # the text that a browser shows beside the mouse
 
 
 def address_in_book(html: Path, page: str, address: str) -> str:
@@ -197,34 +210,36 @@ def contents_line(kind: str, target: str, text: str, numbers: PageNumbers) -> st
 
 
 def document(html: Path, body: str, articles: Mapping[str, Tag]) -> str:
-    """The HTML document that the browser prints, with ``body`` in it. Its addresses count from the folder ``html``.
+    """A complete HTML document around ``body``, which may be the whole book or only its title page and contents.
 
-    ``articles`` are the pages of the book, {"book/glossary": its content}. All of them count for the styles, also
-    if only the title and the contents are printed.
+    ``articles`` are all pages of the book, {"book/glossary": its content}, also those that are not in ``body``: two
+    documents with the same styles break their lines and pages at the same places. Relative addresses in the document
+    count from ``html``, the folder of the built book.
     """
-    style_sheets = "".join(
-        f'<link rel="stylesheet" href="{escape(address)}">' for address in style_sheets_of(html, list(articles))
-    )
+    links_to_style_sheets = ""
+    for address in style_sheets_of(html, list(articles)):
+        links_to_style_sheets += f'<link rel="stylesheet" href="{escape(address)}">'
     # The top of each sheet of paper has the title of the page of the book that is printed there.
     running_heads = [running_head(id_in_book(page), title_of(content)) for page, content in articles.items()]
     rules = PAPER_STYLE + "\n".join(running_heads)
     return (
         '<!DOCTYPE html><html lang="en" data-theme="light"><head><meta charset="utf-8"><title>World Size One</title>'
-        f"{style_sheets}<style>{rules}</style></head>"
+        f"{links_to_style_sheets}<style>{rules}</style></head>"
         f'<body><main class="bd-content">{body}</main></body></html>'
     )
 
 
 def style_sheets_of(html: Path, pages: list[str]) -> list[str]:
-    """The addresses of the style sheets that these pages load, each once: a page loads only those that it needs.
+    """The addresses of all style sheets that these pages load, each once: ``["_static/styles/theme.css", …]``.
 
-    They are relative to ``html``, the folder of the built book.
+    A page loads only the style sheets that it needs, so every page is read. The addresses are relative to ``html``, the
+    folder of the built book.
     """
     style_sheets: list[str] = []
     for page in pages:
         text = (html / f"{page}.html").read_text(encoding="utf-8")
-        head = BeautifulSoup(text.partition("</head>")[0], "html.parser")
-        for link in head("link", rel="stylesheet"):
+        head, _, _ = text.partition("</head>")
+        for link in BeautifulSoup(head, "html.parser")("link", rel="stylesheet"):
             address = address_in_book(html, page, str(link["href"]))
             if address not in style_sheets:
                 style_sheets.append(address)
@@ -246,51 +261,68 @@ def running_head(page_id: str, title: str) -> str:
 def print_pdf(html: Path, out: Path) -> int:
     """Print the book in the folder ``html`` to the file ``out``; return the number of pages.
 
-    The table of contents names page numbers, which are known only after the book was printed. So the whole book is
-    printed without them, and then the title and the contents alone once more, with them.
+    The table of contents needs page numbers, which are known only when the book has been printed. So the whole book is
+    printed without them, and then its front, which is the title page and the table of contents, once more with them.
     """
     parts = table_of_contents()
     pages = [page for part in parts for page in part.pages]
-    articles = {page: article(html, page, pages) for page in pages}
+    articles = {page: article_of(page, html, pages) for page in pages}
     body = "".join(str(content) for content in articles.values())
     with chromium() as browser:
-        unnumbered_front = front(parts, articles, numbers={})
-        book = PdfWriter(printed(browser, html, document(html, unnumbered_front + body, articles)))
+        front_without_numbers = front(parts, articles, numbers={})
+        whole_book = document(html, front_without_numbers + body, articles)
+        book = PdfWriter(printed(browser, html, whole_book))
+
         numbers = page_numbers(book)
-        numbered_front = front(parts, articles, numbers)
-        front_pages = PdfReader(printed(browser, html, document(html, numbered_front, articles))).pages
+        front_with_numbers = document(html, front(parts, articles, numbers), articles)
+        numbered_front = PdfReader(printed(browser, html, front_with_numbers))
 
     pages_before_the_body = numbers[id_in_book(pages[0])] - 1
-    if len(front_pages) != pages_before_the_body:
+    if len(numbered_front.pages) != pages_before_the_body:
         raise SystemExit("Page numbers make the table of contents longer. Give its lines room for them.")
-    # Of the second print only what is drawn is taken: its links lead nowhere, because the book is not in it.
-    for page_with_links, page_with_numbers in zip(book.pages, front_pages, strict=False):  # the book has more pages
-        del page_with_links["/Contents"]  # what is drawn on the page; its links are in another entry, and stay
-        page_with_links.merge_page(page_with_numbers)
-
-    for page, content in articles.items():
-        position = numbers[id_in_book(page)] - 1  # pypdf counts from 0
-        book.add_outline_item(title=title_of(content), page_number=position)
+    draw_numbered_front(book, numbered_front)
+    add_bookmarks(book, articles, numbers)
     book.write(out)
     return len(book.pages)
 
 
+def draw_numbered_front(book: PdfWriter, numbered_front: PdfReader) -> None:
+    """Draw the title page and the contents of the second print, which have page numbers, over those of the book.
+
+    The book's own links stay. Links of the second print would lead nowhere, because the chapters are not in it.
+    """
+    front_of_book = book.pages[: len(numbered_front.pages)]
+    for page_of_book, page_with_numbers in zip(front_of_book, numbered_front.pages, strict=True):
+        del page_of_book["/Contents"]  # what is drawn on the page; the page's links are in another entry
+        page_of_book.merge_page(page_with_numbers)
+
+
+def add_bookmarks(book: PdfWriter, articles: Mapping[str, Tag], numbers: PageNumbers) -> None:
+    """Give the PDF a bookmark for each page of the book, which a reader's program lists beside the text."""
+    for page, content in articles.items():
+        index = numbers[id_in_book(page)] - 1  # pypdf counts the pages from 0
+        book.add_outline_item(title=title_of(content), page_number=index)
+
+
 def page_numbers(book: PdfWriter) -> PageNumbers:
-    """On which page of a printed book, from 1 on, each element with an id stands: the browser writes that for links."""
+    """The number of the page, counted from 1, on which each element with an id is printed: ``{"book-glossary": 412}``.
+
+    The browser has written these places into the PDF as the targets of links.
+    """
     numbers = {}
     for name, destination in book.named_destinations.items():
-        position = book.get_destination_page_number(destination)
-        if position is not None:
-            numbers[name.removeprefix("/")] = position + 1
+        index = book.get_destination_page_number(destination)
+        if index is not None:
+            numbers[name.removeprefix("/")] = index + 1
     return numbers
 
 
 def printed(browser: Browser, html: Path, text: str) -> io.BytesIO:
-    """Print a document, ``text`` as HTML; return the PDF. Its relative addresses count from the folder ``html``.
+    """Print ``text``, an HTML document whose relative addresses count from the folder ``html``; return the PDF.
 
     Exits with a message if something in it is wider than the paper, because it would be cut off.
     """
-    file = html.resolve() / "print.html"
+    file = html.resolve() / "print.html"  # in this folder, so that the browser finds what the addresses name
     file.write_text(text, encoding="utf-8")
     try:
         page = browser.new_page(color_scheme="light", viewport={"width": PAPER_WIDTH, "height": 1000})

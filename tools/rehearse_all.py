@@ -18,28 +18,30 @@ KEYS_OF_THE_LAUNCH = ("world_size", "nodes")  # numbers of a result that depend 
 
 
 def rehearse(script: Path, run: Rehearsal) -> bool:
-    """Rehearse a script on pretended GPUs, and run it on one rank with gloo. Print a line of the table.
+    """Rehearse a script on pretended GPUs, compare it with a run on one rank with gloo, and print a line of the table.
 
-    Returns whether the results are equal, but for the numbers that depend on how the script was started.
+    ``run`` says on how many GPUs of how many nodes, and with which flags. Returns whether both runs have the same
+    result, but for the numbers that depend on how the script was started.
     """
     flags = run.flags.split()
     start = time.monotonic()
     options = ["--nodes", run.nodes, "--gpus", run.gpus, "--timeout", TIMEOUT]
-    verdict = "yes"
     try:
         rehearsed = result(script.parent, "-m", "helpers", "rehearse", script, *options, "--", *flags)
         on_gloo = result(script.parent, script, *flags)
-        # Each difference is a line that begins with the number's key.
-        differences = [
-            line for line in numbers(rehearsed, on_gloo, TOLERANCE) if not line.startswith(KEYS_OF_THE_LAUNCH)
-        ]
-        if differences:
-            verdict = "; ".join(["NO", *differences])
     except Failed as failure:
+        are_equal = False
         verdict = f"NO: {failure}"
+    else:
+        differences = []
+        for difference in numbers(rehearsed, on_gloo, TOLERANCE):  # each begins with the key of a number
+            if not difference.startswith(KEYS_OF_THE_LAUNCH):
+                differences.append(difference)
+        are_equal = not differences
+        verdict = "yes" if are_equal else "; ".join(["NO", *differences])
     seconds = time.monotonic() - start
     print(f"{script.stem:24} {run.nodes:5} x {run.gpus:2} {seconds:8.1f}  {verdict}", flush=True)
-    return verdict == "yes"
+    return are_equal
 
 
 def main() -> int:

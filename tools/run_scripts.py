@@ -32,15 +32,17 @@ class Failed(Exception):
     """A script did not pass: why, and what it printed."""
 
 
-def result(folder: Path, *words: object) -> dict[str, float]:
-    """Run ``python words`` in a folder and return the numbers of its last line, ``result {json}``.
+def result(folder: Path, *arguments: object) -> dict[str, float]:
+    """Run Python with these arguments in a folder, and return the numbers that it prints as its result.
 
-    Raises Failed if it fails or takes too long.
+    They are in the last line, for example ``result {"world_size": 2, "loss": 0.31}``. Raises Failed if the program
+    fails or takes too long.
     """
-    command = [sys.executable, *map(str, words)]
-    # One thread for each rank, as torchrun sets it, so that a run alone computes as one rank of several does.
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    environment.pop("PYTHONPATH", None)  # no script may find this project
+    command = [sys.executable, *map(str, arguments)]
+    environment = dict(os.environ)
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    environment["OMP_NUM_THREADS"] = "1"  # as torchrun sets it, so that one rank alone computes as one of several does
+    environment.pop("PYTHONPATH", None)  # by which the script might find this project: it has to run without it
     try:
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
@@ -54,8 +56,8 @@ def result(folder: Path, *words: object) -> dict[str, float]:
 def try_script(script: Path, facts: Script) -> None:
     """Run a chapter's script alone and on two ranks. Raises Failed if its result is not good enough, or not the same.
 
-    ``facts`` are what the chapter says of its script: conditions of the result of a full run, and quick flags, with
-    which a run ends sooner. The two runs that are compared use these flags.
+    ``facts`` are what the chapter says of its script. ``facts.result`` are conditions for the numbers that a full run
+    prints. ``facts.quick_flags``, such as "--epochs 1", make a run shorter: the runs that are compared use them.
     """
     full_result = result(script.parent, script)
     problems = unmet(facts.result, full_result)
@@ -96,9 +98,9 @@ def outcome_of(notebook: Path, version: str, folder: Path) -> str:
 
 
 def main(names: list[str]) -> int:
-    """Try the scripts of these chapters, or of all if there are none, and print a line for each.
+    """Try the scripts of the chapters with these names, or of all chapters if ``names`` is empty.
 
-    Returns the exit status: 1 if a script does not pass.
+    Prints a line for each script. Returns the exit status: 0, or 1 if a script does not pass.
     """
     version = torch.__version__.partition("+")[0]
     notebooks = [chapters.find_notebook(name) for name in names]

@@ -93,9 +93,9 @@ def wanted_torch(requirements: str, exact: str | None = None) -> Wanted:
 def choose(wanted: Wanted, configured: list[str], pytorch: list[str], system: str, has_gpu: bool) -> Build:
     """Choose the PyTorch to install: a CPU build on Linux without a GPU, if there is one, or else the usual build.
 
-    ``wanted`` says which versions may be taken. pip has found ``configured`` at the index that it is configured to use,
-    which is PyPI for most, and ``pytorch`` at PyTorch's own. ``system`` is Linux or Darwin, which is macOS. Raises
-    SetUpError if there is no build that may be taken.
+    ``wanted`` says which versions may be taken. ``configured`` are the versions at the index that pip is configured to
+    use, which is usually PyPI, and ``pytorch`` are those at PyTorch's own index. ``system`` is Linux or Darwin, which
+    is macOS. Raises SetUpError if there is no build that may be taken.
     """
     if system == "Linux" and not has_gpu:
         build = cpu_build(wanted, configured, pytorch)
@@ -108,11 +108,11 @@ def choose(wanted: Wanted, configured: list[str], pytorch: list[str], system: st
 def usual_build(wanted: Wanted, configured: list[str], system: str, has_gpu: bool) -> Build:
     """The newest PyTorch that pip installs unless it is told otherwise: with CUDA on Linux, without it on macOS.
 
-    ``wanted`` says which versions may be taken, and ``configured`` are those that pip found at the index that it is
-    configured to use. ``system`` and ``has_gpu`` do not change the choice. They are the reason for it, which the
-    build's description tells the reader. Raises SetUpError if no version may be taken.
+    ``wanted`` says which versions may be taken, and ``configured`` are the versions at the index that pip is configured
+    to use. ``system`` and ``has_gpu`` only decide which reason for the choice the reader is told. Raises SetUpError if
+    no version may be taken.
     """
-    # A plus sign begins the name of a special build, such as 2.15.0+cpu.
+    # A version with a plus sign, such as 2.15.0+cpu, is a special build.
     usual_versions = [version for version in configured if "+" not in version]
     version = wanted.newest(usual_versions)
     if version is None:
@@ -132,21 +132,23 @@ def usual_build(wanted: Wanted, configured: list[str], system: str, has_gpu: boo
 def cpu_build(wanted: Wanted, configured: list[str], pytorch: list[str]) -> Build | None:
     """The newest PyTorch for Linux without CUDA, whose version ends in ``+cpu``; None if there is none.
 
-    ``wanted`` says which versions may be taken. pip has found ``configured`` at the index that it is configured to use,
-    and ``pytorch`` at PyTorch's own. If both have the newest one, it is taken from the configured one, which may be
-    nearer.
+    ``wanted`` says which versions may be taken. ``configured`` are the versions at the index that pip is configured to
+    use, and ``pytorch`` are those at PyTorch's own index. If both have the newest one, it is taken from the configured
+    index, because that may be a mirror nearby.
     """
     configured_cpu = [version for version in configured if version.endswith("+cpu")]
     pytorch_cpu = [version for version in pytorch if version.endswith("+cpu")]
     version = wanted.newest([*configured_cpu, *pytorch_cpu])
     if version is None:
         return None
-    index_options: tuple[str, ...] = ("--index-url", PYTORCH_INDEX)
-    source = "from PyTorch's own index"
     if version in configured_cpu:
-        index_options = ()
+        index_options: tuple[str, ...] = ()
         source = "from where pip is configured to look"
-    return Build(f"torch=={version}", index_options, f"PyTorch {public_version(version)}, CPU build, {source}")
+    else:
+        index_options = ("--index-url", PYTORCH_INDEX)
+        source = "from PyTorch's own index"
+    description = f"PyTorch {public_version(version)}, CPU build, {source}"
+    return Build(f"torch=={version}", index_options, description)
 
 
 class Environment:
@@ -206,7 +208,10 @@ class Environment:
         return answer.stdout.strip() == "True"
 
     def install(self, *arguments: str) -> None:
-        """Run pip install, and say every few seconds what it does. Whatever pip writes goes to the log."""
+        """Run ``pip install`` with these arguments, and print every few seconds what it is doing.
+
+        All that pip writes goes to the log file. Raises SetUpError, with pip's error messages, if pip fails.
+        """
         command = self.pip("install", "--progress-bar", "off", *arguments)
         unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}  # so that the log's last line is what pip does now
         with self.log.open("w") as log:
@@ -215,7 +220,7 @@ class Environment:
                 while not ended_within(pip, SECONDS_BETWEEN_LINES):
                     print_last_line(self.log)
             finally:
-                pip.terminate()  # after Ctrl-C; otherwise it has ended
+                pip.terminate()  # It still runs if Ctrl-C ended the loop. Otherwise this does nothing.
                 pip.wait()
         if pip.returncode != 0:
             errors = [line for line in self.log.read_text().splitlines() if line.startswith("ERROR:")]
@@ -248,23 +253,31 @@ def gpu_is_here() -> bool:
 
 
 def chosen_build(environment: Environment, wanted: Wanted) -> Build:
-    """Ask pip which versions of PyTorch there are for this machine, and choose the build to install."""
+    """Ask pip which versions of PyTorch there are for this machine, and choose the build to install.
+
+    ``environment`` has the pip to ask, and ``wanted`` says which versions may be taken. Raises SetUpError if there is
+    no such build.
+    """
     options: tuple[str, ...] = ()
     if wanted.exact is not None:
-        options = ("--pre",)  # who names a nightly version wants it
+        options = ("--pre",)  # the version that the user named may be a nightly one, which pip hides without this
     system = platform.system()
     has_gpu = gpu_is_here()
     configured = environment.versions(*options, "--retries", "1")
     pytorch = []
-    if system == "Linux" and not has_gpu:
-        # A machine that cannot reach PyTorch's index should not have to wait for it.
-        in_short = ("--retries", "0", "--timeout", "10")
-        pytorch = environment.versions(*options, "--index-url", PYTORCH_INDEX, *in_short)
+    needs_cpu_build = system == "Linux" and not has_gpu
+    if needs_cpu_build:
+        # A machine that cannot reach PyTorch's index should not have to wait for it for minutes.
+        wait_briefly = ("--retries", "0", "--timeout", "10")  # seconds
+        pytorch = environment.versions(*options, "--index-url", PYTORCH_INDEX, *wait_briefly)
     return choose(wanted, configured, pytorch, system, has_gpu)
 
 
 def set_up(folder: Path, torch: str | None) -> None:
-    """Make the environment ``folder`` ready, with the PyTorch that was asked for, or with the newest tested one."""
+    """Make a virtual environment in ``folder``, and install there all that the book needs.
+
+    ``torch`` is the version of PyTorch to install, such as 2.15.0. None installs the newest tested one.
+    """
     requirements = (ROOT / "requirements.txt").read_text()
     wanted = wanted_torch(requirements, torch)
     environment = Environment(folder)
@@ -275,12 +288,12 @@ def set_up(folder: Path, torch: str | None) -> None:
     build = chosen_build(environment, wanted)
     print(f"{build.description}.", flush=True)
 
-    # PyTorch comes first and alone, because only it may come from another index. Then its line in the requirements
-    # names the installed build, so that pip keeps it.
-    pins = folder / "pins.txt"
-    pins.write_text(re.sub(r"^torch>=.*$", build.requirement, requirements, flags=re.MULTILINE))
+    # PyTorch is installed first and alone, because only it may come from another index than the rest.
     environment.install("--no-deps", *build.index_options, build.requirement)
-    environment.install("-r", str(pins), "-c", "requirements.lock")
+    # The rest is installed by a copy of the requirements that names this build of PyTorch, so that pip keeps it.
+    requirements_with_build = folder / "pins.txt"
+    requirements_with_build.write_text(re.sub(r"^torch>=.*$", build.requirement, requirements, flags=re.MULTILINE))
+    environment.install("-r", str(requirements_with_build), "-c", "requirements.lock")
     environment.install("--no-deps", "--editable", ".")
     environment.finish()
     print(f"{folder} is ready after {time.monotonic() - STARTED:.0f} s.", flush=True)
@@ -305,7 +318,7 @@ def main() -> int:
         return 1
     except KeyboardInterrupt:
         print("\nStopped. The next make begins again, and keeps what was downloaded completely.", file=sys.stderr)
-        return 130  # as a shell says it of a program that Ctrl-C has ended
+        return 130  # the exit status that a shell reports for a program that Ctrl-C has ended
     return 0
 
 

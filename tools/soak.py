@@ -11,6 +11,7 @@ takes a tenth of a second, and a thousand kills are possible.
 
 import argparse
 import contextlib
+import enum
 import json
 import os
 import random
@@ -61,11 +62,12 @@ class Agent:
 
     def __init__(self, folder: Path) -> None:
         """Start the agent in ``folder``, where it and its jobs may leave temporary files."""
-        self.mark = uuid.uuid4().hex  # by which the processes of its jobs are found
+        # The agent and all processes of its jobs have this text in an environment variable, by which they are found.
+        self.mark = uuid.uuid4().hex
         self.lines: list[str] = []
         self.errors = folder / "errors.txt"
-        # FORKING is the program, with Python's options. With --serve it imports the modules of IMPORTS, of which the
-        # ranks are forked, and then waits for jobs.
+        # FORKING is the path of forked_torchrun.py, after the options with which Python has to start it. With --serve
+        # the agent imports the modules IMPORTS, so that the ranks that it forks have them, and then waits for jobs.
         command = [sys.executable, *FORKING, "--serve", *IMPORTS]
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
@@ -158,17 +160,17 @@ class Agent:
 def environment_of_agent(folder: Path, mark: str) -> dict[str, str]:
     """The environment variables of torchrun's agent, which its ranks inherit.
 
-    Temporary files go to ``folder``. ``mark`` is one of the variables: a process that still runs when its parent has
-    ended belongs to no other one, and it is found by this mark.
+    ``folder`` is where they write temporary files. ``mark`` is a text that no other process has among its variables:
+    it shows which processes are still there when a job has ended, also those whose parent has ended before them.
     """
-    # Without PYTHONPATH and the like, the script cannot find this project: it must not need it.
+    # A chapter's script must run without this project, so it gets no PYTHONPATH, by which it could find the project.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environment[leftovers.MARK] = mark
     environment["TMPDIR"] = str(folder)
     environment["OMP_NUM_THREADS"] = "1"
-    environment[leftovers.MARK] = mark
     environment["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"  # the loopback interface
-    # With this, ranks that start again get a new store. In the agent's store, which outlives them, they might read the
-    # addresses of ranks that are dead.
+    # torchrun's ranks usually share the agent's store of addresses. It outlives them, so ranks that are restarted might
+    # read the addresses of dead ranks there. With this variable, each start of the ranks gets a store of its own.
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     return environment
 
@@ -179,21 +181,29 @@ def kill(rank: psutil.Process) -> None:
         rank.kill()
 
 
-def doing(folder: Path) -> str:
-    """What a running job does to the checkpoints in its folder: "a write" or "a commit", or else "training".
+class Phase(enum.Enum):
+    """What a job is doing at a moment."""
 
-    A checkpoint is written under a hidden name. Its commit begins when it is complete: it then gets its own name, and
-    the oldest checkpoint is hidden and removed.
+    TRAINING = "it trains"
+    WRITING = "it writes the files of a checkpoint"
+    COMMITTING = "a checkpoint is complete: it is renamed, and the oldest one is removed"
+
+
+def phase_of_job(folder: Path) -> Phase:
+    """What a running job is doing, as far as the names of the checkpoints in its folder show it.
+
+    While the checkpoint of step 8 is written, its name is ``.step_00000008.part``. When it is complete, it is renamed
+    to ``step_00000008``. Then the oldest checkpoint is renamed, for example to ``.step_00000002``, and removed.
     """
-    hidden = list(folder.glob(".step_*"))
-    for path in hidden:
-        is_old = path.suffix != ".part"  # it had its name, and is being removed
-        is_complete = Path(path, ".metadata").exists()  # its last file
-        if is_old or is_complete:
-            return "a commit"
-    if hidden:
-        return "a write"
-    return "training"
+    hidden_checkpoints = list(folder.glob(".step_*"))
+    if not hidden_checkpoints:
+        return Phase.TRAINING
+    for checkpoint in hidden_checkpoints:
+        is_being_removed = checkpoint.suffix != ".part"
+        is_complete = Path(checkpoint, ".metadata").exists()  # the file that is written last
+        if is_being_removed or is_complete:
+            return Phase.COMMITTING
+    return Phase.WRITING
 
 
 # --- chapter 13: the agent restarts the ranks, and no bit changes -----------------------------------------------------
@@ -203,8 +213,8 @@ class Restarts:
     """Chapter 13's job. Torchrun restarts its ranks after a kill, and its last weights must not differ in a bit.
 
     The moments of kills are drawn evenly from a start-up and a second of training. Half of the kills then wait a little
-    for the next snapshot's write. What a kill leaves, the next save removes: so a kill during the last save may leave
-    its part, and an emergency save, where the next start has nothing to train.
+    until the next checkpoint is being written. What a kill leaves behind is removed by the next save. Only after a kill
+    during the last save there is no next one, because the job that is started again has nothing left to train.
     """
 
     CHAPTER = "13"
@@ -215,18 +225,19 @@ class Restarts:
     WAIT_FOR_A_WRITE = 0.3  # seconds
 
     def __init__(self, agent: Agent, script: Path, scratch: Path, luck: random.Random) -> None:
-        """Run the undisturbed job, with whose last lines the others are compared, and measure how long it starts.
+        """Run the job once without a kill, to know what it prints at its end, and how long it takes to start.
 
-        ``scratch`` is a folder for its files, and ``luck`` draws all that is random, so that a seed repeats a run.
+        ``agent`` is torchrun's agent, ``script`` is the chapter's, and ``scratch`` is a folder for the job's files.
+        ``luck`` draws all that is random, so that a run with the same seed kills at the same moments.
         """
         self.agent = agent
         self.script = script
         self.luck = luck
-        start = time.monotonic()
-        self.start(scratch / "undisturbed", save_every=1000)
-        agent.wait_for(lambda: agent.printed("start "))
-        self.start_up = time.monotonic() - start  # seconds
-        self.undisturbed = self.outcome()
+        begin = time.monotonic()
+        self.start(scratch / "undisturbed", save_every=1000)  # more steps than the job has, so it saves only at its end
+        agent.wait_for(lambda: agent.printed("start "))  # a line that the script prints when it begins to train
+        self.start_up_seconds = time.monotonic() - begin
+        self.outcome_without_kill = self.outcome()
 
     def start(self, folder: Path, save_every: int, *flags: str) -> None:
         """Start a job that saves its checkpoints in ``folder``, and that torchrun restarts as often as it is killed."""
@@ -247,10 +258,11 @@ class Restarts:
             raise Failure(f"torchrun ended with status {status}")
         return last_two
 
-    def job(self, folder: Path, max_kills: int) -> int:
-        """Run one job, and kill ranks of it until it ends, or until there were ``max_kills`` kills.
+    def run_and_kill(self, folder: Path, max_kills: int) -> int:
+        """Run the job once, and kill its ranks again and again until it ends, but not more than ``max_kills`` times.
 
-        Returns the number of kills. Raises Failure if the job ends in another way than the undisturbed one.
+        ``folder`` is for the checkpoints. Returns the number of kills. Raises Failure if the job's last weights or its
+        result are not those of the job without a kill, or if it leaves files that it should have removed.
         """
         save_every = self.luck.choice([1, 1, 2, 5])
         emergency = self.luck.choice(["--emergency", "--no-emergency"])
@@ -265,48 +277,56 @@ class Restarts:
             ranks = self.new_ranks(before=ranks)
 
         outcome = self.outcome()
-        if outcome != self.undisturbed:
-            raise Failure(f"it is DIFFERENT: {outcome}, not {self.undisturbed}")
+        if outcome != self.outcome_without_kill:
+            raise Failure(f"it is DIFFERENT: {outcome}, not {self.outcome_without_kill}")
         self.check_names(folder)
         return kills
 
     def check_names(self, folder: Path) -> None:
-        """Raise Failure if the folder holds more than checkpoints, and what a kill during the last save may leave."""
+        """Raise Failure if a job that has ended left files in its folder that are not its checkpoints.
+
+        A kill during the last save may leave files that no later save removes, because the job that was then started
+        again found all its steps done. After such a start these files are allowed.
+        """
         allowed = r"step_.*"
-        had_nothing_to_do = self.agent.printed(f"going on from step {self.STEPS},")  # after a kill during the last save
-        if had_nothing_to_do:
-            allowed += rf"|emergency_\d+\.pt|\.step_{self.STEPS:08}\.pt\.part"
-        strange = [path.name for path in folder.iterdir() if not re.fullmatch(allowed, path.name)]
-        if strange:
-            raise Failure(f"its folder holds {strange}")
+        last_start_had_no_steps_to_do = self.agent.printed(f"going on from step {self.STEPS},")
+        if last_start_had_no_steps_to_do:
+            half_written = rf"\.step_{self.STEPS:08}\.pt\.part"
+            saved_in_an_emergency = r"emergency_\d+\.pt"
+            allowed += f"|{half_written}|{saved_in_an_emergency}"
+        names = [path.name for path in folder.iterdir()]
+        forbidden = [name for name in names if not re.fullmatch(allowed, name)]
+        if forbidden:
+            raise Failure(f"its folder holds {forbidden}")
 
     def new_ranks(self, before: list[psutil.Process]) -> list[psutil.Process]:
-        """Wait until torchrun has started all ranks, and none of them is one of ``before``; return them.
+        """Wait until torchrun has replaced the ranks ``before`` by new ones; return the new ones' processes.
 
-        ``before`` are the ranks of the start whose rank was killed: torchrun ends the others of them first. Returns []
-        if the job ends instead.
+        When one rank was killed, torchrun first ends its peers, and then starts all ranks again. At the first start
+        ``before`` is empty. Returns an empty list if the job ends, so that no new ranks come.
         """
 
         def all_are_new() -> bool:
             ranks = self.agent.ranks()
             return len(ranks) == self.NPROC and not set(ranks) & set(before)
 
-        if self.agent.wait_for(all_are_new, step=0.05):  # psutil reads all processes of the machine each time
+        # A longer step than usual, because psutil reads all processes of the machine each time.
+        if self.agent.wait_for(all_are_new, step=0.05):
             return self.agent.ranks()
         return []
 
     def kill_one(self, folder: Path, ranks: list[psutil.Process]) -> bool:
-        """Wait for a moment and kill one of the ranks; return whether it did, because the job may end before.
+        """Kill one of the ranks at a random moment; return False if the job ended before that moment.
 
-        The moment is drawn. Half of the kills then wait until the job writes a snapshot into ``folder``.
+        Half of the kills then wait until the job is writing a checkpoint into ``folder``.
         """
-        moment = self.luck.uniform(0, self.start_up + self.TRAINING)
-        if self.agent.ends_within(moment):
+        seconds_until_kill = self.luck.uniform(0, self.start_up_seconds + self.TRAINING)
+        if self.agent.ends_within(seconds_until_kill):
             return False
         waits_for_a_write = self.luck.random() < 0.5
         if waits_for_a_write:
-            with contextlib.suppress(Failure):  # after this time without a write, it is killed all the same
-                self.agent.wait_for(lambda: doing(folder) == "a write", self.WAIT_FOR_A_WRITE)
+            with contextlib.suppress(Failure):  # if no write begins in this time, the rank is killed all the same
+                self.agent.wait_for(lambda: phase_of_job(folder) is Phase.WRITING, self.WAIT_FOR_A_WRITE)
         kill(self.luck.choice(ranks))
         return True
 
@@ -368,14 +388,15 @@ class Meshes:
     SAVE_EVERY = 2
     FLAGS = ["--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--log-every", "1", "--backend", "gloo"]
     FLAGS += ["--width", "16", "--layers", "2", "--batch-size", "32", "--warmup", "4"]
-    # {what the job does when it is killed: how long the kill may wait, as a share of the seconds between two saves}.
-    # A write and a commit are short, so the kill has to come soon after they begin.
-    PLACES = {"training": 1.0, "a write": 0.2, "a commit": 0.02}
+    # {a phase in which the job is killed: how long after its begin at most, as a share of the seconds between two
+    # saves}. A write and a commit are short, so the kill has to come soon after they begin.
+    LATEST_KILL = {Phase.TRAINING: 1.0, Phase.WRITING: 0.2, Phase.COMMITTING: 0.02}
 
     def __init__(self, agent: Agent, script: Path, scratch: Path, luck: random.Random) -> None:
-        """Run the uninterrupted job on one rank, and note its steps and the seconds between two saves.
+        """Run the job once without a kill, on one rank, to know what its steps print and the seconds between saves.
 
-        ``scratch`` is a folder for its files, and ``luck`` draws all that is random, so that a seed repeats a run.
+        ``agent`` is torchrun's agent, ``script`` is the chapter's, and ``scratch`` is a folder for the job's files.
+        ``luck`` draws all that is random, so that a run with the same seed kills at the same moments.
         """
         self.agent = agent
         self.script = script
@@ -384,12 +405,13 @@ class Meshes:
         folder = scratch / "uninterrupted"
         folder.mkdir()
         self.start((1, 1, 1), folder)
-        if not agent.wait_for(lambda: doing(folder) == "a write"):
+        was_seen_writing = agent.wait_for(lambda: phase_of_job(folder) is Phase.WRITING)
+        if not was_seen_writing:
             raise Failure("its checkpoints have their names before they are complete")
-        # The first checkpoint is written after SAVE_EVERY steps, so these steps are those of two saves more.
-        start = time.monotonic()
+        # The first checkpoint is being written, after SAVE_EVERY steps. Two more saves follow until 3 * SAVE_EVERY.
+        begin = time.monotonic()
         agent.wait_for(lambda: agent.printed(f"step {3 * self.SAVE_EVERY}:"))
-        self.seconds_between_saves = (time.monotonic() - start) / 2
+        self.seconds_between_saves = (time.monotonic() - begin) / 2
         uninterrupted = self.end(was_killed=False)
         if not uninterrupted.has_result:
             raise Failure("the uninterrupted job ends without a result")
@@ -415,29 +437,35 @@ class Meshes:
         return Start(was_killed, origin, steps, has_result=self.agent.printed("result "))
 
     def kill_one(self, folder: Path) -> bool:
-        """Wait for a moment, then kill a rank; return whether it did, because the job may end before.
+        """Kill a rank at a random moment of a random phase; return False if the job ended before that moment.
 
-        Whether the kill comes while the job trains, writes a checkpoint or commits one, is drawn, and also how long it
-        then waits. ``folder`` has the job's checkpoints.
+        A phase is training, writing a checkpoint, or committing one. ``folder`` has the job's checkpoints.
         """
         agent = self.agent
-        place = self.luck.choice(list(self.PLACES))
-        moment = self.luck.uniform(0, self.PLACES[place] * self.seconds_between_saves)
+        phase = self.luck.choice(list(self.LATEST_KILL))
+        seconds_after_its_begin = self.luck.uniform(0, self.LATEST_KILL[phase] * self.seconds_between_saves)
+
         trains = agent.wait_for(lambda: agent.printed("starting anew") or agent.printed("going on"))
         if not trains:
             return False
         ranks = agent.ranks()
-        if place != "training":
-            agent.wait_for(lambda: doing(folder) == place)
-        if agent.ends_within(moment) or agent.printed("result") or not ranks:
+        if phase is not Phase.TRAINING:
+            agent.wait_for(lambda: phase_of_job(folder) is phase)
+
+        if agent.ends_within(seconds_after_its_begin):
+            return False
+        if agent.printed("result"):  # the job is about to end
+            return False
+        if not ranks:  # they had ended before their processes could be listed
             return False
         kill(self.luck.choice(ranks))
         return True
 
-    def job(self, folder: Path, max_kills: int) -> int:
-        """Start a job and kill it, again and again, until it has trained to its end. After ``max_kills`` nothing kills.
+    def run_and_kill(self, folder: Path, max_kills: int) -> int:
+        """Start the job again and again, killing a rank each time, until a start trains to the end.
 
-        Returns the number of kills. Raises Failure if the job loses something.
+        After ``max_kills`` kills the next start is left alone. ``folder`` is for the checkpoints. Returns the number of
+        kills. Raises Failure if a step or a checkpoint was lost.
         """
         kept_steps: dict[int, Step] = {}  # the steps that are in the weights with which the job goes on
         folder.mkdir()
@@ -457,24 +485,32 @@ class Meshes:
         return kills
 
     def start_and_kill(self, folder: Path, may_kill: bool) -> Start:
-        """Start the job on a mesh that is drawn and, if it may, kill it. Raises Failure if it loses a checkpoint."""
-        [mesh] = self.luck.choices(list(self.MESHES), weights=list(self.MESHES.values()), k=1)
-        complete_before = complete(folder)
+        """Start the job on a random mesh and, if ``may_kill``, kill one of its ranks; return what came of the start.
+
+        ``folder`` has the checkpoints. Raises Failure if the job did not go on from the newest one, or if one is lost.
+        """
+        mesh = self.random_mesh()
+        newest_before = newest_checkpoint(folder)
         self.start(mesh, folder)
         was_killed = False
         if may_kill:
             was_killed = self.kill_one(folder)
-        complete_at_kill = complete(folder)
+        newest_at_kill = newest_checkpoint(folder)
         start = self.end(was_killed)
-        complete_after = complete(folder)
+        newest_after = newest_checkpoint(folder)
 
         if not start.has_result and not was_killed:
             raise Failure("it ended by itself, without a result")
-        if start.origin != complete_before[-1]:
-            raise Failure(f"it went on from step {start.origin}, and the checkpoints {complete_before} were complete")
-        if complete_after[-1] < complete_at_kill[-1]:
-            raise Failure(f"of the checkpoints {complete_at_kill}, complete at the kill, {complete_after} are left")
+        if start.origin != newest_before:
+            raise Failure(f"it went on from step {start.origin}, and its newest checkpoint was of step {newest_before}")
+        if newest_after < newest_at_kill:
+            raise Failure(f"the checkpoint of step {newest_at_kill} is lost: the newest one is now {newest_after}")
         return start
+
+    def random_mesh(self) -> tuple[int, int, int]:
+        """A random mesh of (pp, dp, tp) ranks. Small ones are drawn more often than large ones."""
+        [mesh] = self.luck.choices(list(self.MESHES), weights=list(self.MESHES.values()), k=1)
+        return mesh
 
     def check_steps(self, kept_steps: dict[int, Step]) -> None:
         """Raise Failure unless each step was kept once, and printed what the uninterrupted job's did."""
@@ -485,13 +521,14 @@ class Meshes:
                 raise Failure(f"step {number} printed {step}, not {self.steps[number]}")
 
     def check_names(self, folder: Path, trained: bool) -> None:
-        """Raise Failure unless the folder holds the last three checkpoints and nothing else.
+        """Raise Failure unless the folder of a job that has ended holds its last three checkpoints and nothing else.
 
         ``trained`` says whether the last start had steps to train. If it had none, a kill may have come before the last
-        save removed the fourth checkpoint, and nothing has removed it since.
+        save removed the oldest of four checkpoints, and no later save could remove it.
         """
         names = sorted(path.name for path in folder.iterdir())
-        last_four = [f"step_{self.STEPS - self.SAVE_EVERY * back:08}" for back in (3, 2, 1, 0)]
+        last_steps = [self.STEPS - saves_before * self.SAVE_EVERY for saves_before in (3, 2, 1, 0)]
+        last_four = [f"step_{step:08}" for step in last_steps]
         last_three = last_four[1:]
         if names == last_three:
             return
@@ -500,10 +537,11 @@ class Meshes:
         raise Failure(f"its folder holds {names}")
 
 
-def complete(folder: Path) -> list[int]:
-    """The steps of the complete checkpoints, which have got their names, in order; before them 0, the job's start."""
+def newest_checkpoint(folder: Path) -> int:
+    """The step of the newest complete checkpoint in a folder, such as 8 of ``step_00000008``; 0 if there is none."""
     prefix = "step_"
-    return [0, *sorted(int(path.name.removeprefix(prefix)) for path in folder.glob(f"{prefix}*"))]
+    steps = [int(path.name.removeprefix(prefix)) for path in folder.glob(f"{prefix}*")]
+    return max(steps, default=0)
 
 
 def kill_many(
@@ -516,20 +554,23 @@ def kill_many(
 ) -> int:
     """Run jobs of a chapter until ``kills`` ranks have been killed in all, and compare each with one without a kill.
 
-    ``kind`` is the class of the chapter's jobs. It runs the job without a kill when it is created, and then one job
-    after the other. Prints a line for each job. Returns 1 if one fails, or 0.
+    ``kind`` is the class of the chapter's jobs, and ``script`` is the chapter's. ``agent`` is torchrun's agent, which
+    starts the ranks, and ``scratch`` is a folder for the jobs' files. Prints a line for each job. Returns 1 if a job
+    fails, or 0.
     """
     print(f"seed {seed}: python tools/soak.py --chapter {kind.CHAPTER} --kills {kills} --seed {seed}", flush=True)
     killed = 0
     number = 0
     try:
-        jobs = kind(agent, script, scratch, random.Random(seed))
+        job = kind(agent, script, scratch, random.Random(seed))  # it runs once without a kill, to compare with
         while killed < kills:
             number += 1
-            killed += jobs.job(scratch / f"job{number}", max_kills=kills - killed)
+            killed += job.run_and_kill(scratch / f"job{number}", max_kills=kills - killed)
             print(f"job {number} is as the undisturbed one, after {killed} kills in all", flush=True)
     except Failure as failure:
-        print("\n".join([*agent.lines[-40:], *agent.errors.read_text().splitlines()[-40:]]))
+        last_output = agent.lines[-40:]
+        last_errors = agent.errors.read_text().splitlines()[-40:]
+        print("\n".join([*last_output, *last_errors]))
         print(f"FAILED: {failure}", flush=True)
         return 1
     print(f"{killed} kills in {number} jobs: nothing was lost", flush=True)
@@ -554,7 +595,7 @@ def run_many(script: Path, nproc: int, runs: int, scratch: Path) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Carry out the command line; return how many runs or jobs went wrong."""
+    """Carry out the command line, or ``arguments`` in its place; return how many runs or jobs went wrong."""
     kinds = {kind.CHAPTER: kind for kind in (Restarts, Meshes)}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chapter", default="04", help="a chapter's number or name, or a notebook's path (04)")

@@ -31,7 +31,10 @@ FOLDED = {
 
 
 def normalised(nb: NotebookNode) -> NotebookNode:
-    """A copy of the notebook without widget state, timings, version numbers and this machine's paths."""
+    """A copy of the notebook without what differs between runs and machines: timings, widget state, versions, paths.
+
+    In the copy, cells that are folded on the book's page are folded in JupyterLab too.
+    """
     nb = deepcopy(nb)
     metadata = dict(METADATA)
     if "book" in nb.metadata:
@@ -39,13 +42,13 @@ def normalised(nb: NotebookNode) -> NotebookNode:
     nb.metadata = nbformat.from_dict(metadata)
     nb.nbformat_minor = 5  # the first minor version of format 4 in which cells have ids
     for cell in nb.cells:
-        kept = {key: value for key, value in cell.metadata.items() if key in CELL_METADATA}
-        cell.metadata = nbformat.from_dict(kept)
+        lasting_metadata = {key: value for key, value in cell.metadata.items() if key in CELL_METADATA}
+        cell.metadata = nbformat.from_dict(lasting_metadata)
         folded = folded_parts(cell.metadata.get("tags", []))
         if folded:
             cell.metadata["jupyter"] = folded
         for output in cell.get("outputs", []):
-            if "traceback" in output:  # nbval does not compare tracebacks
+            if "traceback" in output:
                 output.traceback = [without_machine_paths(line) for line in output.traceback]
     return nb
 
@@ -79,9 +82,10 @@ def text_of(nb: NotebookNode) -> str:
 
 
 def run(path: Path) -> NotebookNode:
-    """Run the notebook in a new kernel, in the notebook's folder; return the notebook with its new outputs.
+    """Run the notebook at ``path`` in a new kernel, in the notebook's folder; return it with its new outputs.
 
-    Raises CellExecutionError for a cell that raises, unless its tags allow it, and FileNotFoundError.
+    Raises CellExecutionError if a cell raises an exception that its tags do not allow, and FileNotFoundError if there
+    is no such notebook.
     """
     nb = nbformat.read(path, as_version=4)
     client = NotebookClient(
@@ -96,9 +100,10 @@ def run(path: Path) -> NotebookNode:
 
 
 def main(names: Sequence[str]) -> str | None:
-    """Run the notebooks at these paths, or all if there are none, and store their outputs.
+    """Run the notebooks at these paths, such as ``["notebooks/04_ddp.ipynb"]``, and store their outputs in them.
 
-    Returns what went wrong, in words; None if nothing did. A notebook of which a cell fails is left as it was.
+    If ``names`` is empty, all notebooks are run. Returns None if all is well, or else what went wrong, as the text with
+    which the program exits. A notebook with a failing cell is left as it was, and later ones are not run.
     """
     paths = [Path(name) for name in names]
     if not paths:

@@ -73,33 +73,40 @@ def subset(font: Path, out: Path, *options: str) -> None:
 
 
 def make_fonts(package: Package) -> None:
-    """Fetch a family from npm, and write its fonts with the characters of the pages, and its licence."""
+    """Fetch a family of fonts from npm, and write its fonts, with only the characters that pages use, and its licence.
+
+    They are written to ``FONTS``, the book's folder of fonts.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         subprocess.run(["npm", "pack", "--silent", package.name], cwd=folder, check=True, stdout=subprocess.DEVNULL)
         [archive_file] = folder.glob("*.tgz")
         with tarfile.open(archive_file) as archive:
             archive.extractall(folder, filter="data")
-        contents = folder / "package"  # the folder that each archive of npm has
-        for theirs, ours in package.fonts.items():
-            subset(contents / theirs, FONTS / ours, f"--unicodes={','.join(CHARACTERS)}", FEATURES)
-        licence = (contents / package.licence).read_text()
+        unpacked = folder / "package"  # every archive of npm has this folder
+        for file_of_package, file_of_book in package.fonts.items():
+            subset(unpacked / file_of_package, FONTS / file_of_book, f"--unicodes={','.join(CHARACTERS)}", FEATURES)
+        licence = (unpacked / package.licence).read_text()
     text = f"{package.family}, from the npm package {package.name}\n\n{licence}"
     (FONTS / f"{package.family}-OFL.txt").write_text(text)
 
 
 def add_nabla(path: Path) -> None:
-    """Add the character ∇, which a formula needs and which neither family has: a capital delta upside down."""
+    """Add the character ∇ to the font file ``path``: a capital delta, Δ, upside down.
+
+    A formula of the book needs it, and none of the fonts has it.
+    """
     font = TTFont(path)
-    delta = font.getBestCmap()[CAPITAL_DELTA]
-    shape = font["glyf"][delta]
-    # (xx, xy, yx, yy, dx, dy): y becomes -y, and is moved up so that the shape stays between the same two heights.
-    upside_down = (1, 0, 0, -1, 0, shape.yMin + shape.yMax)
+    delta = font.getBestCmap()[CAPITAL_DELTA]  # the name of its glyph
+    outline = font["glyf"][delta]
+    # An affine map of the outline, as (xx, xy, yx, yy, dx, dy): it turns y into yMin + yMax - y, so that the triangle
+    # stands on its tip, between the same two heights.
+    upside_down = (1, 0, 0, -1, 0, outline.yMin + outline.yMax)
     pen = TTGlyphPen(None)
     font.getGlyphSet()[delta].draw(TransformPen(pen, upside_down))
-    font["glyf"]["nabla"] = pen.glyph()
-    font["hmtx"]["nabla"] = font["hmtx"][delta]  # the same width
-    for table in font["cmap"].tables:
+    font["glyf"]["nabla"] = pen.glyph()  # the table of outlines
+    font["hmtx"]["nabla"] = font["hmtx"][delta]  # the table of widths: it is as wide as delta
+    for table in font["cmap"].tables:  # the tables of characters: which glyph draws a character
         table.cmap[NABLA] = "nabla"
     font.save(path)
 

@@ -22,13 +22,13 @@ def add_logo(app: Sphinx, config: Config) -> None:
 
 
 def add_repository(app: Sphinx, config: Config) -> None:
-    """Let the pages link to the book's repository, if the environment's BOOK_REPOSITORY_URL names one.
+    """Let the pages link to the book's repository, if the environment variable BOOK_REPOSITORY_URL has its address.
 
-    Sphinx calls it when it has read its configuration, which is changed here. Raises ConfigError for an address that is
-    not on GitHub.
+    Sphinx calls this when it has read its configuration, which is changed here. Raises ConfigError if the address is
+    not that of a repository on GitHub, such as ``https://github.com/OWNER/NAME``.
     """
     url = os.environ.get("BOOK_REPOSITORY_URL", "").removesuffix("/").removesuffix(".git")
-    if not url:
+    if url == "":
         return
     repository = GITHUB.fullmatch(url)
     if repository is None:
@@ -37,10 +37,11 @@ def add_repository(app: Sphinx, config: Config) -> None:
             "Correct it, or unset it to build the book without links to a repository."
         )
     add_buttons(config, url)
-    # GitHub Pages serves the book from a folder with the repository's name.
+    # GitHub Pages serves the book at https://OWNER.github.io/NAME/.
+    host = f"{repository['owner'].lower()}.github.io"
     folder = f"/{repository['name']}/"
-    config.html_baseurl = f"https://{repository['owner'].lower()}.github.io{folder}"  # below it is each page's address
-    config.ogp_site_url = config.html_baseurl  # in the preview that others show of a link to a page
+    config.html_baseurl = f"https://{host}{folder}"
+    config.ogp_site_url = config.html_baseurl  # for the preview that a chat or a social network shows of a link
     move_links_of_404(config, folder)
 
 

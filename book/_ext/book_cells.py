@@ -42,11 +42,11 @@ def title_of(cell: nodes.Element, box: nodes.Element, solution_number: int) -> s
 
 
 def box_title(tags: Sequence[str], source: str, hides_output: bool, has_figure: bool, solution_number: int) -> str:
-    """The title of a closed box of a cell: it says what is in the box.
+    """The title of one of a cell's closed boxes, such as "Imports" or "Code: train, evaluate": it says what is inside.
 
-    ``tags`` and ``source`` are the cell's. ``hides_output`` says that the box has what the cell printed, and not its
-    code. ``has_figure`` says that the cell draws one. A solution's box is called by its number, ``Solution 3``; for
-    other cells it is not used.
+    ``tags`` and ``source`` are the cell's tags and its code. ``hides_output`` says that the box has what the cell
+    printed, and not its code. ``has_figure`` says that the cell draws a figure. ``solution_number`` is for the solution
+    of an exercise, whose box has the title ``Solution 3``. Other cells ignore it.
     """
     if "solution" in tags:
         return f"Solution {solution_number}"
@@ -86,10 +86,10 @@ def has_figure(cell: nodes.Element) -> bool:
 
 
 def shown_lines(source: str) -> int:
-    """How many lines of a cell's code the page shows, from its first line on. The others go into a closed box.
+    """How many lines of a cell's code the page shows, counted from its first line. The others go into a closed box.
 
-    Into the box go the checks at the end of the cell, which are everything from the first assert or print on that
-    follows the last definition. Of the lines before them, those go into it that do not fit on a screen.
+    The box has the checks at the end of the cell: all from the first assert or print on that comes after the last
+    function and class. It also has the lines before the checks that do not fit on a screen.
     """
     lines = source.splitlines()
     try:
@@ -97,45 +97,44 @@ def shown_lines(source: str) -> int:
     except SyntaxError:  # the cell begins with a magic, such as %%ranks
         return len(lines)
     before_checks = statements[: start_of_checks(statements)]
+    number_shown = 0
     if before_checks:
-        shown = last_line_on_the_screen(before_checks)
-    else:
-        shown = 0  # all of the cell is a check
-    lines_of_box = [line for line in lines[shown:] if line]
-    if len(lines_of_box) < MIN_CLOSED_LINES:  # they are shown, too
+        number_shown = last_line_on_the_screen(before_checks)
+    lines_of_box = [line for line in lines[number_shown:] if line]
+    if len(lines_of_box) < MIN_CLOSED_LINES:  # so few lines are not worth a box
         return len(lines)
-    return shown
+    return number_shown
 
 
 def last_line_on_the_screen(statements: Sequence[ast.stmt]) -> int:
-    """The number, from 1, of the last line of a cell that the page shows, if the cell has these statements.
+    """The number, counted from 1, of the line after which the page cuts a cell with these statements.
 
-    As many lines are shown as fit on a screen, but no function and no other statement is cut in two. A class is cut
-    only between its methods.
+    As many lines are shown as fit on a screen. But a cell is cut only between statements, and a class between its
+    methods, so that no function is cut in two.
     """
-    possible_ends = []
+    possible_cuts = []
     for statement in statements:
-        possible_ends += [end_of(method) for method in methods_of(statement)]
-        possible_ends.append(end_of(statement))
-    ends_on_the_screen = [line for line in possible_ends if line <= MAX_OPEN_LINES]
-    if not ends_on_the_screen:  # already the first statement is too long for a screen, and stays whole
+        possible_cuts += [end_of(method) for method in methods_of(statement)]
+        possible_cuts.append(end_of(statement))
+    cuts_on_the_screen = [line for line in possible_cuts if line <= MAX_OPEN_LINES]
+    if not cuts_on_the_screen:  # even the first statement is too long for a screen: it is shown whole
         return end_of(statements[0])
-    return max(ends_on_the_screen)
+    return max(cuts_on_the_screen)
 
 
 def start_of_checks(statements: Sequence[ast.stmt]) -> int:
-    """The position at which the checks at the end of a cell begin: the first statement that asserts or prints.
+    """The index of the statement with which the checks at the end of a cell begin: the first that asserts or prints.
 
-    Only statements behind the last function or class are looked at: what comes before it is no check of it. Returns
-    the number of statements if there is no check.
+    Statements before the last function or class of the cell are not looked at, because they cannot be a check of it.
+    Returns the number of statements if there is no check.
     """
-    start = 0
-    for position, statement in enumerate(statements):
+    after_last_definition = 0
+    for index, statement in enumerate(statements):
         if is_definition(statement):
-            start = position + 1
-    for position in range(start, len(statements)):
-        if asserts_or_prints(statements[position]):
-            return position
+            after_last_definition = index + 1
+    for index in range(after_last_definition, len(statements)):
+        if asserts_or_prints(statements[index]):
+            return index
     return len(statements)
 
 
@@ -177,12 +176,9 @@ class ShowCells(SphinxPostTransform):
     formats = ("html",)
 
     def run(self, **kwargs: Any) -> None:
-        """Change the code cells of one page, ``self.document``. The page is a tree of nodes, which Sphinx then writes.
-
-        The cells come from the top to the end, so that the solutions of exercises are numbered in their order.
-        """
+        """Change the code cells of one page, ``self.document``: a tree of nodes, which Sphinx will write as HTML."""
         cells = [node for node in self.document.findall(nodes.container) if node.get("nb_element") == "cell_code"]
-        solution_number = 0
+        solution_number = 0  # solutions of exercises are numbered from the top of the page on
         for cell in cells:
             if has_tag(cell, "solution"):
                 solution_number += 1
@@ -237,28 +233,30 @@ def color_diff(cell: nodes.Element) -> None:
 
 
 def close_end(cell: nodes.Element) -> None:
-    """Put the lines at the end of a cell's code that a reader need not see into a closed box, which he can open.
+    """Move the last lines of a cell's code into a closed box below the others, if a reader need not see them.
 
-    ``shown_lines`` decides which these are: the checks, and what does not fit on a screen. ``cell`` is a part of the
-    page's tree of nodes, which is changed.
+    These are the cell's checks, and the lines that do not fit on a screen, as ``shown_lines`` counts them. ``cell`` is
+    the cell's node in the page's tree of nodes, which is changed.
     """
-    code = cell.children[0]  # a container with one listing; what the cell printed follows it
+    code = cell.children[0]  # a container with a listing of the code; what the cell printed follows it
     assert isinstance(code, nodes.Element)
     listing = listing_of(code)
     source = listing.astext()
     lines = source.splitlines()
-    number_shown = shown_lines(source)
-    if number_shown == len(lines):
-        return
-    if number_shown == 0:  # all of the cell is a check
+    number_of_open_lines = shown_lines(source)
+    if number_of_open_lines == len(lines):
+        return  # nothing is to be closed
+    if number_of_open_lines == 0:
+        # The whole cell is a check, so a box with all of its code takes the place of the code.
         cell.replace(code, closed_box(CHECKED, code.deepcopy()))
         return
-    text_shown = "\n".join(lines[:number_shown]).strip("\n")
-    text_of_box = "\n".join(lines[number_shown:]).strip("\n")
-    listing_of_box = listing.deepcopy()  # with its language and its look
-    set_text(listing, text_shown)
-    set_text(listing_of_box, text_of_box)
-    code.append(closed_box(title_of_code(text_of_box), listing_of_box))
+
+    open_text = "\n".join(lines[:number_of_open_lines]).strip("\n")
+    closed_text = "\n".join(lines[number_of_open_lines:]).strip("\n")
+    closed_listing = listing.deepcopy()  # a copy, so that it has the same attributes, such as its language
+    set_text(listing, open_text)
+    set_text(closed_listing, closed_text)
+    code.append(closed_box(title_of_code(closed_text), closed_listing))
 
 
 def set_text(listing: nodes.literal_block, text: str) -> None:

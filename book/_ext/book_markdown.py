@@ -50,12 +50,15 @@ class Directive:
 
 
 def markdown(source: Path) -> str:
-    """A page's text as Markdown; of a notebook also its cells, with what they print. ``source`` is the page's file."""
+    """A page of the book as plain Markdown. ``source`` is its file, a notebook or a file of Markdown for Sphinx.
+
+    A notebook's page has its text, and the code of its cells with what they printed.
+    """
     text = source.read_text(encoding="utf-8")
     if source.suffix == ".md":
         return text_of(with_chapters(text, root_of(source)), source)
     parts = []
-    solution_number = 0
+    solution_number = 0  # the number of the last solution of an exercise
     for cell in json.loads(text)["cells"]:
         if cell["cell_type"] == "markdown":
             parts.append(text_of("".join(cell["source"]), source))
@@ -72,74 +75,79 @@ def markdown(source: Path) -> str:
 def parts_of_cell(cell: dict[str, Any], solution_number: int) -> list[str]:
     """A notebook's code cell as pieces of Markdown, in the order of the page: its code, and what it printed or drew.
 
-    The cell's tags say what the page closes, which here is a ``<details>`` with the title of the page's box:
-    ``hide-input`` closes the code, ``hide-output`` what the cell printed, ``hide-cell`` both in one box.
+    The cell's tags say what the page shows in a closed box, which here is a ``<details>`` with the box's title:
+    ``hide-input`` is for the code, ``hide-output`` for what the cell printed, ``hide-cell`` for both in one box.
 
-    The box of a solution of an exercise is called ``Solution 3``, from ``solution_number``. It counts the solutions of
-    the page up to this cell, and other cells do not use it.
+    The box of an exercise's solution has the title ``Solution 3``, from ``solution_number``. Other cells ignore it.
     """
     source = "".join(cell["source"])
     tags = cell["metadata"].get("tags", [])
     language = "text"
     if "diff" in tags:
         language = "diff"
-    outputs = [part for output in cell["outputs"] for part in parts_of_output(output, language)]
-    has_figure = any(part.startswith("*Figure: ") for part in outputs)
+    output_parts: list[str] = []
+    for output in cell["outputs"]:
+        output_parts += parts_of_output(output, language)
+    has_figure = any(part.startswith("*Figure: ") for part in output_parts)
 
     code_title = box_title(tags, source, hides_output=False, has_figure=has_figure, solution_number=solution_number)
     if "hide-cell" in tags:
-        return [details(code_title, fenced(source, "python"), *outputs)]
-    closes_code = "hide-input" in tags
-    closes_outputs = "hide-output" in tags
+        return [details(code_title, fenced(source, "python"), *output_parts)]
 
-    if closes_code:
+    code_is_closed = "hide-input" in tags
+    if code_is_closed:
         code_parts = [details(code_title, fenced(source, "python"))]
     else:
         code_parts = parts_of_open_code(source, tags)
 
-    output_parts = outputs
-    if closes_outputs:
+    outputs_are_closed = "hide-output" in tags
+    if outputs_are_closed:
         title = box_title(tags, source, hides_output=True, has_figure=has_figure, solution_number=solution_number)
-        output_parts = [details(title, *outputs)]
+        output_parts = [details(title, *output_parts)]
 
-    if closes_code and has_figure and not closes_outputs:
-        return output_parts + code_parts  # a reader wants the figure, and few want the code that draws it
+    figure_is_open = has_figure and not outputs_are_closed
+    if code_is_closed and figure_is_open:
+        return output_parts + code_parts  # the figure comes first, because few readers want the code that draws it
     return code_parts + output_parts
 
 
 def parts_of_open_code(source: str, tags: list[str]) -> list[str]:
-    """The code of a cell whose code no tag closes, as pieces of Markdown.
+    """The code of a cell that the page shows open, as pieces of Markdown.
 
-    Code that is wrong on purpose has a tag which says so, such as ``hangs``, and begins with a mark. Also of an open
-    cell the page closes some lines, such as its checks: they are always the last ones.
+    Code that is wrong on purpose has a tag which says so, such as ``hangs``: the first piece is then ``*hangs:*``. The
+    last lines of an open cell, such as its asserts, may be in a closed box all the same.
     """
     lines = source.splitlines()
-    shown = shown_lines(source)
+    number_of_open_lines = shown_lines(source)
     parts = [f"*{MISTAKES[tag]}:*" for tag in tags if tag in MISTAKES]
-    if shown > 0:
-        parts.append(fenced("\n".join(lines[:shown]), "python"))
-    if shown < len(lines):
-        end = "\n".join(lines[shown:]).strip("\n")
-        parts.append(details(title_of_code(end), fenced(end, "python")))
+    if number_of_open_lines > 0:
+        open_code = "\n".join(lines[:number_of_open_lines])
+        parts.append(fenced(open_code, "python"))
+    if number_of_open_lines < len(lines):
+        closed_code = "\n".join(lines[number_of_open_lines:]).strip("\n")
+        parts.append(details(title_of_code(closed_code), fenced(closed_code, "python")))
     return parts
 
 
 def parts_of_output(output: dict[str, Any], language: str) -> list[str]:
-    """An output of a cell as pieces of Markdown. ``language`` is that of what the cell prints.
+    """One output of a notebook's cell, as nbformat stores it, as pieces of Markdown.
 
-    A figure is an SVG, which Markdown does not show. Its text for terminals, ``Figure: …``, says what it shows in
-    words, and its HTML has a caption. These two take its place.
+    What the cell printed becomes a block of code in ``language``, such as "text" or "diff". A figure is stored as HTML
+    with an SVG, which Markdown cannot show, and as a text that says what it shows, ``Figure: …``. So it becomes this
+    text, and behind it the figure's caption.
     """
     if output["output_type"] == "stream":
         return [fenced("".join(output["text"]), language)]
     if output["output_type"] == "error":
         return [fenced(f"{output['ename']}: {output['evalue']}", language)]
+
     text = "".join(output["data"].get("text/plain", ""))
-    if not text.startswith("Figure: "):
+    is_figure = text.startswith("Figure: ")
+    if not is_figure:
         return [fenced(text, language)]
     parts = [f"*{text}*"]
-    page = "".join(output["data"].get("text/html", ""))
-    caption = CAPTION.search(page)
+    html_of_figure = "".join(output["data"].get("text/html", ""))
+    caption = CAPTION.search(html_of_figure)
     if caption is not None:
         without_tags = re.sub("<[^>]+>", "", caption[1])
         parts.append(html.unescape(without_tags))
@@ -179,28 +187,30 @@ def text_of(text: str, source: Path) -> str:
 
 
 def without_directives(text: str, source: Path) -> str:
-    """The text of a page, with what the page shows in the place of each directive. ``source`` is the page's file.
+    """The text of a page, with plain Markdown in the place of each directive. ``source`` is the page's file.
 
-    A directive is a block of MyST. Its name says what Sphinx makes of its text, which may have directives in it::
+    A directive is a block of text with a name, such as ``admonition``, of which Sphinx makes a part of the page::
 
         :::{admonition} On GPUs
         :class: note
-        Text, and other directives.
+        Text, which may have other directives in it.
         :::
-
-    A directive whose name is not in DIRECTIVES stays as it was written.
     """
+    return DIRECTIVE.sub(lambda block: text_of_directive(block, source), text)
 
-    def replacement(block: re.Match[str]) -> str:
-        # `show` is one of this file's functions, such as `admonition`. It returns what the page shows, as Markdown.
-        show = DIRECTIVES.get(block["name"])
-        if show is None:
-            return block[0]  # all of it
-        options, content = options_and_content(block["body"].splitlines())
-        body = without_directives("\n".join(content).strip("\n"), source)
-        return show(Directive(block["argument"].strip(), options, body, source))
 
-    return DIRECTIVE.sub(replacement, text)
+def text_of_directive(block: re.Match[str], source: Path) -> str:
+    """One directive as plain Markdown: what the page shows of it. Directives in its text are replaced as well.
+
+    ``block`` is a match of DIRECTIVE in the page's file, ``source``. A directive whose name is not in DIRECTIVES stays
+    as it was written.
+    """
+    markdown_of = DIRECTIVES.get(block["name"])  # one of this file's functions, such as `admonition`
+    if markdown_of is None:
+        return block[0]  # the whole block
+    options, content = options_and_content(block["body"].splitlines())
+    body = without_directives("\n".join(content).strip("\n"), source)
+    return markdown_of(Directive(block["argument"].strip(), options, body, source))
 
 
 def options_and_content(lines: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -282,10 +292,11 @@ def dropdown(directive: Directive) -> str:
 
 
 def literalinclude(directive: Directive) -> str:
-    """Lines of another file, as a block of code. The argument is the file's path from the page's folder.
+    """The directive ``literalinclude``: lines of another file, as a block of code.
 
-    The options choose the lines: ``lines`` by number, as in ``4-`` for all from the fourth on, ``start-at`` and
-    ``end-before`` by a part of their text.
+    Its argument is the file's path, relative to the page's folder. Its options choose the lines: ``lines: 4-`` begins
+    with the fourth line, ``start-at: "def main"`` with the first one that has this text, and ``end-before`` ends before
+    the first one that has its text.
     """
     options = directive.options
     lines = (directive.source.parent / directive.argument).read_text(encoding="utf-8").splitlines()

@@ -72,18 +72,19 @@ def read_records(folder: Path) -> list[Record]:
 
 
 def findings(records: Sequence[Record], name: str) -> list[Finding]:
-    """What was measured by a probe or a script of this name: for each kind of GPU the newest result, sorted by GPU.
+    """What was measured by a probe or a script: for each kind of GPU the newest result, sorted by the GPU's name.
 
-    A probe is a program that measures one thing. Each record is of one run on GPUs; the oldest comes first.
+    ``name`` is that of a probe, which is a program that measures one thing, or of a chapter's script. ``records`` are
+    of runs on GPUs, the oldest first.
     """
-    newest: dict[str, Finding] = {}  # by the GPUs' name
+    newest: dict[str, Finding] = {}  # {number and name of the GPUs: what was measured there}
     for record in records:
         if name in PROBES:
             finding = finding_of_probe(record, name)
         else:
             finding = finding_of_script(record, name)
         if finding is not None:
-            gpus = record.facts["machine"].partition(";")[0]  # it begins "8 x NVIDIA H100 80GB HBM3; driver"
+            gpus, _, _ = record.facts["machine"].partition(";")  # of "8 x NVIDIA H100 80GB HBM3; driver …"
             newest[gpus] = finding  # in the place of an older one
     return [newest[gpus] for gpus in sorted(newest)]
 
@@ -104,21 +105,22 @@ def finding_of_probe(record: Record, name: str) -> Finding | None:
 
 
 def finding_of_script(record: Record, script: str) -> Finding | None:
-    """Seconds and memory of a script's run; None if it came to no result.
-
-    A run on one rank is left out: it says nothing about what the scripts of this book are for.
-    """
+    """How long a chapter's script ran, and how much memory each rank took; None if the record has nothing to show."""
     step = record.steps.get(script)
-    if step is None or not step.result or record.facts.get("ranks of the scripts") == "1":
+    if step is None:  # the script was not run
         return None
-    # A script is run twice, so that the two can be compared.
+    if not step.result:  # it failed
+        return None
+    if record.facts.get("ranks of the scripts") == "1":  # the scripts are about several ranks
+        return None
+    # A script is run twice, so that the results on GPUs and on CPUs can be compared.
     seconds_on_gpus, seconds_on_cpus = step.script_seconds
     figures = [
         Figure("the run on GPUs", seconds_on_gpus, "s"),
         Figure("the run on CPUs, with gloo", seconds_on_cpus, "s"),
     ]
-    for rank, peak in enumerate(step.memory):
-        figures.append(Figure(f"peak memory of rank {rank}", peak / 1e6, "MB"))
+    for rank, peak_bytes in enumerate(step.memory):
+        figures.append(Figure(f"peak memory of rank {rank}", peak_bytes / 1e6, "MB"))
     return Finding(record, step.command, figures, predictions=[], texts={}, trouble="")
 
 
@@ -138,9 +140,10 @@ def text_of_box(root: Path, name: str, text_without_record: str) -> str:
 
 
 def text_of_finding(finding: Finding) -> str:
-    """One result as Markdown: where it was measured, its numbers as a table, and what was printed.
+    """One measurement as Markdown: where it was made, its numbers as a table, and what was printed.
 
-    What was printed in each situation, such as a time-out that was provoked, is in a closed box of its own.
+    ``finding.texts`` has what was printed in each situation, such as after a time-out that was provoked. The page shows
+    each of these texts in a closed box of its own.
     """
     parts = [caption(finding)]
     if finding.figures:
@@ -192,10 +195,10 @@ class Box(Admonition, SphinxDirective):
         return super().run()
 
     def text_of_measurement(self, class_name: str) -> str:
-        """What the box with the class ``measured-NAME`` shows, as Markdown: the measurement, if a record has it.
+        """What a box with a class such as ``measured-precision`` shows, as Markdown: the measurement, if there is one.
 
-        Without one, it is the text that the page has in the box. Raises the directive's error for a class that names no
-        measurement.
+        If no record has the measurement, that is the text that the page itself has in the box. Raises the directive's
+        error, which names the file and the line, if there is no measurement of this name.
         """
         root = Path(self.env.srcdir)
         measurements = measurements_by_class(self.env.docname)
@@ -211,25 +214,31 @@ class Box(Admonition, SphinxDirective):
 
 
 def with_measurements(text: str, source: Path) -> str:
-    """The Markdown of a page, with measurements in its boxes, as the built page shows them.
+    """The Markdown of a page, with what was measured in the boxes that are for it, as the built page shows them.
 
-    A box begins with a line such as ``:class: note measured-precision``. If one of its classes names a measurement, the
-    box gets that text; the others stay as they are. ``source`` is the page's file.
+    Such a box has a class that begins with ``measured-``, here for the measurement ``precision``::
+
+        :::{admonition} On GPUs
+        :class: note measured-precision
+        What others measured. It is shown until a record has the measurement.
+        :::
+
+    ``text`` is the Markdown, and ``source`` is the page's file.
     """
     root = root_of(source)
     measurements = measurements_by_class(source.stem)
 
-    def filled_in(box: re.Match[str]) -> str:
-        """The box, a match of BOX, with its first lines and its end as they were."""
+    def box_with_measurement(box: re.Match[str]) -> str:
+        """The box, a match of BOX. Its first lines and its end stay as they are."""
         content = box["content"]
         for class_name in box["classes"].split():
-            # make_id spells the class as the keys of `measurements` are spelt.
+            # make_id spells the class as the keys of `measurements` are spelled.
             measurement = measurements.get(nodes.make_id(class_name))
             if measurement is not None:
                 content = text_of_box(root, measurement, text_without_record=content.strip()) + "\n"
         return f"{box['head']}{content}{box['end']}"
 
-    return BOX.sub(filled_in, text)
+    return BOX.sub(box_with_measurement, text)
 
 
 def check_records(app: Sphinx) -> None:

@@ -53,10 +53,9 @@ def has_pyodide() -> bool:
 
 
 def fetch(store: Path) -> None:
-    """Fetch Pyodide with npm, and put the files that a page loads into the folder ``store``.
+    """Download Pyodide, which is Python for the browser, with npm; put the files that a page loads into ``store``.
 
-    Pyodide is Python for the browser. Raises OSError or SubprocessError where that fails, also for a package that is
-    not the one that was tried.
+    Raises OSError or SubprocessError if that fails, also if the package is not the one that this book was tried with.
     """
     npm = shutil.which("npm")
     if npm is None:
@@ -70,11 +69,11 @@ def fetch(store: Path) -> None:
             raise OSError(f"{archive_file.name} is not the file that was tried")
         with tarfile.open(archive_file) as archive:
             archive.extractall(folder, filter="data")
-        contents = folder / "package"  # the folder that each archive of npm has
+        unpacked = folder / "package"  # every archive of npm has this folder
         shutil.rmtree(store, ignore_errors=True)
         store.mkdir(parents=True)
         for file in NEEDED:
-            shutil.copy(contents / file, store)
+            shutil.copy(unpacked / file, store)
 
 
 # --- The page ---------------------------------------------------------------------------------------------------------
@@ -84,17 +83,17 @@ class Planner(SphinxDirective):
     """The form, and the answer to its first values."""
 
     def run(self) -> list[nodes.Node]:
-        """The form as HTML, with the answers to the values that it begins with.
+        """The form as HTML, and below it the planner's answer to the values with which the form begins.
 
-        planner.js then answers in the browser. It learns from ``data-live`` whether the page can compute.
+        When a reader changes a value, planner.js computes the new answer in the browser, if it has Python there.
         """
-        answer = form.answer({})
+        answer = form.answer({})  # without values of a reader, so it is for the first ones
         groups = ""
         for title, entries in form.GROUPS.items():
             controls = "".join(control(entry, answer.sizes) for entry in entries)
             groups += f"<fieldset><legend>{title}</legend>{controls}</fieldset>"
         if has_pyodide():
-            is_live = "1"  # planner.js lets the form compute
+            is_live = "1"  # tells planner.js that it can compute
             status = "Change a value: the planner then starts in this page."
         else:
             is_live = "0"
@@ -107,10 +106,10 @@ class Planner(SphinxDirective):
 
 
 def control(entry: form.Input, sizes: dict[str, int]) -> str:
-    """An input of the form as HTML, with its label: a list to choose from, or a field for a number.
+    """One input of the planner's form as HTML, with its label: a list to choose from, or a field for a number.
 
-    The form begins with a known model, whose ``sizes`` are given by the inputs' names, such as {"layers": 32}. A field
-    that is empty shows that model's size in grey.
+    ``sizes`` are those of the model that the form begins with, by the names of inputs, such as {"layers": 32}. An empty
+    field shows the model's size in grey, because the planner computes with it until the reader types another one.
     """
     if entry.choices:
         options = ""
@@ -130,9 +129,11 @@ def control(entry: form.Input, sizes: dict[str, int]) -> str:
 def copy_planner(app: Sphinx, exception: Exception | None) -> None:
     """Copy into the built book what its planner runs in the browser: Pyodide, and the planner's modules as an archive.
 
-    Sphinx calls it at the end of a build, with the exception if the build failed.
+    Sphinx calls this at the end of a build, with the exception if the build failed.
     """
-    if exception is not None or app.builder.format != "html":
+    if exception is not None:
+        return
+    if app.builder.format != "html":  # only an HTML page can compute
         return
     folder = Path(app.outdir, "_static", "planner")
     if has_pyodide():

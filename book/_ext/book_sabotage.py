@@ -41,35 +41,46 @@ class Lies(SphinxDirective):
 
 
 def summary_of(path: Path) -> Summary:
-    """How many lies the cells of each chapter noticed, from the record in ``path``, a CSV file.
+    """Count how many planted bugs, called lies, the cells of each chapter noticed: a sentence and a table.
 
-    A lie is a bug that was planted in PyTorch or in the book's helpers, to see whether the book's cells notice it. Each
-    row of the record says that a cell noticed one: "The lie" says which, "Noticed in" is a link to the cell's section,
-    such as ``[10b, A section](address)``, and "By" says how the cell failed, by one of KINDS.
+    A lie is planted in PyTorch or in the book's helpers, to see whether the cells of a chapter fail. ``path`` is the
+    record, a CSV file. Each row is a lie that a cell noticed, with these columns among others::
 
-    The table has a column for each of these kinds, with a dot for each cell that failed so.
+        The lie:     `barrier` returns at once.
+        Noticed in:  [10b, A section](address)
+        By:          assert
+
+    "Noticed in" is a link to the cell's section in a chapter. "By" is how the cell failed, one of KINDS. The table has
+    a row for each chapter and a column for each of KINDS, with a dot for each cell that failed in this way.
     """
     with path.open(encoding="utf-8", newline="") as file:
-        recorded = list(csv.DictReader(file))
-    lies = {row["The lie"] for row in recorded}
+        record = list(csv.DictReader(file))
+    lies = {row["The lie"] for row in record}
+    failed_cells = count_failed_cells(record)
 
-    cells_by_chapter: defaultdict[str, Counter[str]] = defaultdict(Counter)  # {chapter: {kind: number of cells}}
-    for row in recorded:
-        link = CHAPTER.match(row["Noticed in"])
-        if link is not None:  # a lie that no cell noticed has a row without a link
-            cells_by_chapter[link["name"]][row["By"]] += 1
-
-    rows = []
-    number_of_cells = 0
-    for chapter in sorted(cells_by_chapter, key=reading_order):
-        cells = cells_by_chapter[chapter]
-        rows.append([chapter, *("•" * cells[kind] for kind in KINDS)])
-        number_of_cells += cells.total()
+    rows_of_table = []
+    for chapter in sorted(failed_cells, key=reading_order):
+        dots = ["•" * failed_cells[chapter][kind] for kind in KINDS]
+        rows_of_table.append([chapter, *dots])
+    number_of_cells = sum(cells_by_kind.total() for cells_by_kind in failed_cells.values())
     sentence = (
-        f"{len(lies)} lies were told, and {number_of_cells} cells of {len(rows)} chapters and pages noticed one. "
-        "Each dot is a cell."
+        f"{len(lies)} lies were told, and {number_of_cells} cells of {len(failed_cells)} chapters and pages noticed "
+        "one. Each dot is a cell."
     )
-    return Summary(sentence, head=["chapter", *KINDS], rows=rows)
+    return Summary(sentence, head=["chapter", *KINDS], rows=rows_of_table)
+
+
+def count_failed_cells(record: list[dict[str, str]]) -> dict[str, Counter[str]]:
+    """How many cells of each chapter failed in which way: ``{"10b": {"assert": 12, "hang": 1}, …}``.
+
+    ``record`` are the rows of the record, {column: text}.
+    """
+    failed_cells: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for row in record:
+        link = CHAPTER.match(row["Noticed in"])
+        if link is not None:  # the row of a lie that no cell noticed has no link
+            failed_cells[link["name"]][row["By"]] += 1
+    return failed_cells
 
 
 def reading_order(chapter: str) -> tuple[float, str]:

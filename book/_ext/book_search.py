@@ -91,21 +91,15 @@ def words_of(node: nodes.Node) -> str:
 
 
 def collect_listing(listing: nodes.literal_block, scripts: Path, passages: Passages) -> None:
-    """Add to ``passages`` the words by which a reader shall find a listing, which is any block of code or output.
+    """Add to ``passages`` the words by which a reader can find a listing: a block of code, or what a cell printed.
 
     Of a traceback, these are the lines of its message. Of a notebook's code cell, they are the names in it that a
-    reader may look for, such as ``all_reduce``. Of a chapter's script there are none, because its cells have the same
-    lines; the scripts are in the folder ``scripts``. Of everything else, such as a shell command, they are all of its
-    text.
+    reader may look for, such as ``all_reduce``. Of a chapter's script in the folder ``scripts`` there are none, because
+    the chapter's cells have the same lines. Of everything else, such as a shell command, all of its text is added.
     """
     text = listing.astext()
     if "traceback" in listing["classes"]:
-        message_lines = []
-        for line in text.split("\n"):
-            is_indented = line[:1].isspace()  # as the lines between the first one and the message are
-            if line and not is_indented and not line.startswith("Traceback"):
-                message_lines.append(line)
-        passages.text.append("\n".join(message_lines))
+        passages.text.append(message_of_traceback(text))
         return
 
     included_file = listing.get("source", "")  # set where a page includes a file; empty for a cell and for an output
@@ -123,11 +117,24 @@ def collect_listing(listing: nodes.literal_block, scripts: Path, passages: Passa
         passages.code.append(text)
 
 
-def collect(node: nodes.Element, scripts: Path, passages: Passages) -> None:
-    """Add to ``passages`` the text and the code that are inside a node, which is a section or a part of one.
+def message_of_traceback(traceback: str) -> str:
+    """The lines with the error, such as ``ValueError: no data``, of the text of a traceback.
 
-    Sections and terms inside it are left out, because the search finds each of them by itself. ``scripts`` is the
-    folder of the chapters' scripts.
+    They are those that are not indented, but for the first one, which is ``Traceback (most recent call last)``.
+    """
+    message_lines = []
+    for line in traceback.split("\n"):
+        is_indented = line[:1].isspace()
+        if line and not is_indented and not line.startswith("Traceback"):
+            message_lines.append(line)
+    return "\n".join(message_lines)
+
+
+def collect(node: nodes.Element, scripts: Path, passages: Passages) -> None:
+    """Add to ``passages`` the text and the code of ``node``, a section of a page or a part of one.
+
+    Sections and terms of the glossary inside it are left out, because the search finds each of them by itself.
+    ``scripts`` is the folder of the chapters' scripts.
     """
     for child in node.children:
         if is_entry(child) or is_table_of_lies(child):
@@ -143,20 +150,20 @@ def collect(node: nodes.Element, scripts: Path, passages: Passages) -> None:
 def entries(
     node: nodes.Element, page: str, scripts: Path, errors: Mapping[str, list[str]], above: Sequence[str] = ()
 ) -> Iterator[Entry]:
-    """Yield what the search can find below ``node``, a part of ``page``: an entry for each section and each term.
+    """Yield an entry of the search for each section, and each term of the glossary, below a node of a page.
 
-    ``scripts`` is the folder of the chapters' scripts. ``errors`` has the error messages that a section explains, by
-    ``page#anchor``. A section may be inside another one: ``above`` are the headings of the sections around ``node``,
-    from the page's title on.
+    ``node`` is the page itself, or a part of it, and ``page`` is its name. ``scripts`` is the folder of the chapters'
+    scripts. ``errors`` are the error messages that a section explains, {"page#anchor": messages}. ``above`` are the
+    headings of the sections that contain ``node``, from the page's title on.
     """
     for child in node.children:
         if not isinstance(child, nodes.Element):
             continue
-        headings = [*above]
+        headings = list(above)
         if is_entry(child):
             heading = child[0]  # the title of a section, or a term
             headings.append("".join(words_of(part) for part in heading.children).strip())
-            # A section has the ids of its links itself, and in a definition the term has them.
+            # The ids that links lead to belong to the section, but in the glossary to the term.
             ids = child["ids"] or heading["ids"]
             anchor = ids[0]
             passages = Passages()
@@ -169,6 +176,7 @@ def entries(
                 code=joined(passages.code),
                 errors=errors.get(f"{page}#{anchor}", []),
             )
+        # A section or any other node may contain further sections.
         yield from entries(child, page, scripts, errors, headings)
 
 
@@ -179,12 +187,14 @@ def joined(passages: list[str]) -> str:
 
 
 def read_errors(file: Path) -> dict[str, list[str]]:
-    """{"page#anchor": messages} of a file that lists the error messages which a section of the book explains.
+    """Read which error messages each section of the book explains: ``{"page#anchor": ["message", …], …}``.
 
-    Its lines are the section's address and, indented below it, the messages; a line that begins with # is a comment::
+    The file has the address of a section and, indented below it, the messages. A line that begins with # is a comment::
 
         notebooks/01_process_groups#fewer-gpus-than-ranks
             CUDA error: invalid device ordinal
+
+    Without the file, there are none.
     """
     errors: dict[str, list[str]] = {}
     if not file.exists():
@@ -217,24 +227,25 @@ def search_weight(app: Sphinx, page: str) -> float:
 
 
 def write_search(app: Sphinx) -> list[tuple[str, dict[str, str], str]]:
-    """Write what the book's search can find into search_entries.js, and ask Sphinx for the search's page.
+    """Write all sections and terms that the search can find into search_entries.js, at the end of each build.
 
-    Sphinx calls this at the end of each build. All pages are written, also those that have not changed. Sphinx expects
-    a list of further pages to write, each as (name, context, template). Raises ExtensionError if the list of error
-    messages names a section that does not exist.
+    Sphinx calls this to ask which further pages it shall write. It returns the page of the search, as (name, context,
+    template). Raises ExtensionError if the list of error messages names a section that does not exist.
     """
     scripts = Path(app.srcdir, "scripts")
     errors = read_errors(Path(app.srcdir, ERRORS))
     entries_of_book: list[Entry] = []
-    weights = {}
+    weights = {}  # {page: the factor of its scores}, of pages that have one
     for page in sorted(app.env.found_docs):
-        entries_of_book += entries(app.env.get_and_resolve_doctree(page, app.builder), page, scripts, errors)
+        tree = app.env.get_and_resolve_doctree(page, app.builder)  # the page as nodes, whether it has changed or not
+        entries_of_book += entries(tree, page, scripts, errors)
         weight = search_weight(app, page)
         if weight != 1:
             weights[page] = weight
-    # The list of error messages is about this book's sections, which a smaller book of a test does not have.
-    is_this_book = app.config.root_doc == FIRST_PAGE
-    if is_this_book:
+
+    # Tests build smaller books, which lack most of the sections that the list of error messages names.
+    is_whole_book = app.config.root_doc == FIRST_PAGE
+    if is_whole_book:
         check_sections(errors, entries_of_book)
     file = Path(app.outdir, "_static", "search_entries.js")
     file.write_text(script_with(entries_of_book, weights), encoding="utf-8")

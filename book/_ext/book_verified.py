@@ -35,20 +35,20 @@ def last_run(app: Sphinx, page: str) -> str:
 def sentence(recorded: PageRecord | None, fingerprint_now: str, is_notebook: bool) -> str:
     """When a page last passed its tests and on which versions, as a sentence: ``Last run on 3 May 2026 with …``
 
-    ``recorded`` has the runs of the tests that the page passed, and a fingerprint of what it was then. If
-    ``fingerprint_now`` is another one, the page has changed since.
+    ``recorded`` has the runs of the tests that the page passed, and the page's fingerprint at that time.
+    ``fingerprint_now`` is a different one if the page has changed since.
     """
-    verb = "run" if is_notebook else "checked"  # a Markdown page has no cells to run; its built page is checked
+    verb = "run" if is_notebook else "checked"  # a page without cells is not run; the tests check its HTML
     if recorded is None or not recorded.runs:
         return f"Not yet {verb} in full."
     newest = date.fromisoformat(max(run.date for run in recorded.runs))
-    torches = sorted({run.torch for run in recorded.runs}, key=version_key)
-    pythons = sorted({run.python for run in recorded.runs}, key=version_key)
-    when = f"{newest.day} {MONTHS[newest.month - 1]} {newest.year}"
-    last = f"on {when} with PyTorch {listed(torches)}, Python {listed(pythons)}."
+    newest_date = f"{newest.day} {MONTHS[newest.month - 1]} {newest.year}"
+    torch_versions = sorted({run.torch for run in recorded.runs}, key=version_key)
+    python_versions = sorted({run.python for run in recorded.runs}, key=version_key)
+    last_run = f"Last {verb} on {newest_date} with PyTorch {listed(torch_versions)}, Python {listed(python_versions)}."
     if recorded.fingerprint == fingerprint_now:
-        return f"Last {verb} {last}"
-    return f"Last {verb} {last} The page has changed since, and was not {verb} again yet."
+        return last_run
+    return f"{last_run} The page has changed since, and was not {verb} again yet."
 
 
 def listed(versions: list[str]) -> str:

@@ -60,12 +60,12 @@ def figures_of(cell: dict[str, Any]) -> list[nodes.Node]:
 
 
 def minutes(path: Path) -> int:
-    """How many minutes it takes to read a notebook: 5, 10, 15 and so on.
+    """How many minutes it takes to read a notebook, rounded to 5, 10, 15 and so on.
 
-    Code in closed boxes does not count, because few readers open all of them.
+    Code that the page shows in closed boxes does not count, because few readers open all of them.
     """
     words = 0
-    lines = 0
+    lines_of_code = 0
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
         tags = cell["metadata"].get("tags", [])
@@ -73,9 +73,10 @@ def minutes(path: Path) -> int:
             words += len(source.split())
         elif CLOSED_TAGS.isdisjoint(tags):
             open_lines = source.splitlines()[: shown_lines(source)]
-            lines += len([line for line in open_lines if line.strip()])
-    exact_minutes = words / WORDS_A_MINUTE + lines / LINES_A_MINUTE
-    return max(5, 5 * round(exact_minutes / 5))
+            lines_of_code += len([line for line in open_lines if line.strip()])
+    exact_minutes = words / WORDS_A_MINUTE + lines_of_code / LINES_A_MINUTE
+    rounded_to_5 = 5 * round(exact_minutes / 5)
+    return max(5, rounded_to_5)
 
 
 class Minutes(SphinxRole):
@@ -93,25 +94,40 @@ class Minutes(SphinxRole):
 
 
 def with_chapters(text: str, root: Path) -> str:
-    """Replace the block ``{chapters}`` in the first page's Markdown by a list of the book's pages, as in _toc.yml.
+    """Replace the block ``{chapters}`` in the first page's Markdown by a list of all pages, with a question for each.
 
-    The list says of each page which question it answers. A notebook has its question in its metadata. For the other
-    pages the block has a line each, such as ``glossary: the terms``. A text without the block is returned unchanged.
-    ``root`` is the project's folder. Raises ExtensionError for a page without a question, and for a question without a
-    page.
+    The block looks so, with a line for each page that is no notebook (a notebook has its question in its metadata)::
+
+        ```{chapters}
+        glossary: What does this word mean?
+        ```
+
+    ``text`` is the page's Markdown; without the block, it is returned unchanged. ``root`` is the project's folder, in
+    which _toc.yml lists the pages. Raises ExtensionError for a page without a question, or a question without a page.
     """
     block = CHAPTERS.search(text)
     if block is None:
         return text
-    questions = {}  # {page: its question}
+    questions = {}  # {name of a page: its question}
     for line in block["questions"].splitlines():
-        page, question = line.split(": ", 1)
-        questions[page] = question
+        name, question = line.split(": ", 1)
+        questions[name] = question
+
     toc = yaml.safe_load((root / "_toc.yml").read_text(encoding="utf-8"))
-    # A part without a caption has pages of which the first page speaks elsewhere, so they are not in the list.
+    # The list leaves out parts without a caption, because the first page names their pages elsewhere.
     parts = [part for part in toc["parts"] if "caption" in part]
     check_pages(questions, parts)
-    lines = ["{.chapters}"]  # the class of the list
+    list_of_pages = "\n".join(lines_of_list(parts, questions, root))
+    return text.replace(block[0], list_of_pages)
+
+
+def lines_of_list(parts: list[dict], questions: dict[str, str], root: Path) -> list[str]:
+    """The lines of the first page's list of pages, as Markdown: for each part its caption, and a line for each page.
+
+    ``parts`` are those of the table of contents, such as {"caption": "Data", "chapters": [{"file": "book/glossary"}]}.
+    ``questions`` has those of the pages that are no notebooks. ``root`` is the project's folder.
+    """
+    lines = ["{.chapters}"]  # gives the list below it the class `chapters`, for its style
     for part in parts:
         lines += [f"* **{part['caption']}**", ""]
         for entry in part["chapters"]:
@@ -121,20 +137,20 @@ def with_chapters(text: str, root: Path) -> str:
             else:
                 lines.append(line_of_page(root, name, questions[name]))
         lines.append("")
-    return text.replace(block[0], "\n".join(lines))
+    return lines
 
 
 def check_pages(questions: dict[str, str], parts: list[dict]) -> None:
-    """Raise ExtensionError unless the first page's list has a question for each page of the book, and for no other.
+    """Raise ExtensionError unless there is a question for each page that is no notebook, and for nothing else.
 
-    ``questions`` has those of the pages without a notebook. ``parts`` are the table of contents, whose entries are such
-    as {"file": "book/glossary"}.
+    ``questions`` are {"glossary": "What does this word mean?"}, as the first page gives them. ``parts`` are those of
+    the table of contents, such as {"caption": "Data", "chapters": [{"file": "book/glossary"}]}.
     """
     pages = []
     for part in parts:
         for entry in part["chapters"]:
             folder, name = entry["file"].split("/")
-            if folder != "notebooks":  # a notebook has its question itself
+            if folder != "notebooks":  # a notebook has its question in its metadata
                 pages.append(name)
     for name in pages:
         if name not in questions:
@@ -154,9 +170,9 @@ def line_of_page(root: Path, name: str, question: str) -> str:
 def line_of_notebook(root: Path, name: str) -> str:
     """The line of a notebook in the first page's list: a link with its title, its question, and the time to read it.
 
-    ``name`` is 04_ddp, a chapter, or 04b_ddp_in_real_projects, which belongs to one, or a page such as decision_guide,
-    which is for looking things up, so that its line has no time. ``root`` is the project's folder.
-    Raises ExtensionError if the notebook has no question.
+    ``name`` is that of the notebook's file: a chapter such as 04_ddp, a page that belongs to one such as
+    04b_ddp_in_real_projects, or a page in which readers look things up such as decision_guide, whose line has no time.
+    ``root`` is the project's folder. Raises ExtensionError if the notebook's metadata has no question.
     """
     path = root / "notebooks" / f"{name}.ipynb"
     question = facts_at(path).question

@@ -38,9 +38,9 @@ RANKS = range(4)
 TEMPLATES = Path(__file__).parents[1] / "_templates"
 
 ENDINGS = {  # how the walk ends, which hero.css knows too: what the picture says
-    "hang": "All four ranks wait, and nothing moves.",
-    "wrong": "Wrong sums: SUMS would be right. No error until the others have ended.",
-    "lost": "The others have ended. Rank 0 loses its connection.",
+    "hang": "All four ranks wait for each other, for ever.",
+    "wrong": "The sums should be SUMS. There is no error until the other ranks have ended.",
+    "lost": "The other ranks have ended, so rank 0 loses its connection.",
     "right": "Fixed: every rank makes the call, and the sums are right.",
 }
 # The line that begins the mistake at a place, and a call of a collective with the tensor that it is given.
@@ -83,6 +83,11 @@ class Walker:
     @property
     def has_ended(self) -> bool:
         return self.line == len(self.lines)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the rank is at a collective, which it leaves only when all other ranks have come to one."""
+        return self.call is not None
 
     @property
     def call(self) -> re.Match[str] | None:
@@ -171,14 +176,13 @@ def lines_of(source: str, place: str, repaired: bool) -> list[Line]:
     assert isinstance(function, ast.FunctionDef)
     # Not shown are the docstring, ``rank = dist.get_rank()`` and ``weight = torch.tensor(0.0)`` at the top, and the
     # statement at the end, which is a ``return``.
-    without_top = function.body[3:]
-    shown = without_top[:-1]
-    lines = list(lines_of_statements(shown, source.splitlines(), place, repaired))
+    shown_statements = function.body[3:-1]
+    lines = list(lines_of_statements(shown_statements, source.splitlines(), place, repaired))
 
+    # All lines are highlighted together, because the color of a word may depend on the lines above it.
     code = "\n".join(line.text for line in lines)
-    # All lines are colored at once: what a word is may depend on lines above it.
-    colored_lines = highlight(code, PythonLexer(stripall=False), HtmlFormatter(nowrap=True)).splitlines()
-    for line, html in zip(lines, colored_lines, strict=True):
+    highlighted_lines = highlight(code, PythonLexer(stripall=False), HtmlFormatter(nowrap=True)).splitlines()
+    for line, html in zip(lines, highlighted_lines, strict=True):
         line.html = Markup(html)
     return lines
 
@@ -196,20 +200,20 @@ def lines_of_statements(
     The statements are those of ``train_by_hand``, which has the same mistake at three places. Each is an ``if`` that
     only some ranks enter, with a call that all ranks should make::
 
-        if place == "in the loop" and rank in callers:
-            dist.all_reduce(loss)
+        for step in range(2):                           # shown as it is
+            if place == "before" and rank in callers:   # left out if ``place`` is "in the loop"
+                dist.all_reduce(loss)                   # left out, too
+            if place == "in the loop" and rank in callers:  # shown as "if rank == 0:", or not at all if ``repaired``
+                dist.all_reduce(loss)                   # shown, and marked as part of the mistake
 
-    Of the mistake at ``place`` the animation shows ``if rank == 0:`` and the call, or the call alone if ``repaired``.
-    It leaves out the mistakes at the two other places.
-
-    ``source_lines`` are all lines of the function. Each line that is yielded begins with ``indent``, and those of the
-    mistake are marked.
+    ``source_lines`` are all lines of the function, without the statements' own indentation being used: each line that
+    is yielded begins with ``indent``. ``is_marked`` says that the statements are inside the mistake.
     """
     for statement in statements:
-        text = source_lines[statement.lineno - 1].strip()
-        mistake = MISTAKE.match(text)
+        first_line = source_lines[statement.lineno - 1].strip()
+        mistake = MISTAKE.match(first_line)
         if mistake is None:
-            yield Line(indent + text, is_marked)
+            yield Line(indent + first_line, is_marked)
             if isinstance(statement, ast.For):
                 yield from lines_of_statements(statement.body, source_lines, place, repaired, indent + "    ")
             continue
@@ -218,7 +222,7 @@ def lines_of_statements(
             continue
         assert isinstance(statement, ast.If)
         if repaired:
-            indent_of_call = indent  # the call stands where the `if` stood
+            indent_of_call = indent  # the call takes the place of the `if`
         else:
             yield Line(f"{indent}if rank == 0:", is_marked=True)
             indent_of_call = indent + "    "
@@ -251,33 +255,36 @@ def executed_lines(statements: list[ast.stmt], rank: int) -> Iterator[int]:
 def walk(lines: list[str], output: str) -> list[Frame]:
     """Simulate how four ranks execute these lines of Python, and return a frame of the animation for each step.
 
-    A rank that comes to a collective, such as ``dist.all_reduce(loss)``, waits until all ranks have come to one. As in
-    gloo, the n-th collective of a rank then meets the n-th one of each other rank, whatever their tensors are. The walk
-    ends when all ranks have ended, or when those that wait can never go on. ``output`` is what the chapter printed when
-    it ran this code, and the frames quote numbers of it.
+    A rank that comes to a collective, such as ``dist.all_reduce(loss)``, waits there until every other rank has come to
+    one. As in gloo, these calls then belong together, also if the ranks call them with different tensors. The
+    simulation ends when all ranks have ended, or when those that wait can never go on. ``output`` is what the chapter
+    printed when it ran this code: the frames quote numbers of it.
     """
     statements = ast.parse("\n".join(lines)).body
     walkers = [Walker(lines, path=[*executed_lines(statements, rank), len(lines)]) for rank in RANKS]
     frames: list[Frame] = []
-    has_mixed = False  # whether different tensors have met
+    has_mixed_tensors = False  # whether a collective has added up different tensors
     while True:
         frame = Frame(at=[walker.line for walker in walkers])
         frames.append(frame)
-        moving = [walker for walker in walkers if walker.call is None and not walker.has_ended]
-        if moving:
-            for walker in moving:
+
+        # Ranks that need not wait go on to their next lines.
+        running = [walker for walker in walkers if not walker.waits and not walker.has_ended]
+        if running:
+            for walker in running:
                 walker.step += 1
             continue
 
-        frame.mood = ending_of(walkers, has_mixed)
-        if frame.mood:
-            frame.says = ENDINGS[frame.mood]
+        ending = ending_of(walkers, has_mixed_tensors)
+        if ending:
+            frame.mood = ending
+            frame.says = ENDINGS[ending]
             return frames
 
-        # No rank has ended, and all of them make the same call: it takes place.
+        # All four ranks wait in the same collective, so it takes place, and they go on.
         tensors = [walker.send() for walker in walkers]
         if len(set(tensors)) > 1:
-            has_mixed = True
+            has_mixed_tensors = True
             frame.mood = "mixed"
             frame.says = (
                 f"Rank 0's {tensors[0]} meets the others' {tensors[1]}: {printed_of_rank_0(tensors[0], output)}"
@@ -298,18 +305,17 @@ def printed_of_rank_0(tensor: str, output: str) -> str:
     return printed[1]
 
 
-def ending_of(walkers: list[Walker], has_mixed: bool) -> str:
-    """How the walk ends, as a key of ENDINGS; "" if it goes on. Each rank waits at a collective, or has ended.
+def ending_of(walkers: list[Walker], has_mixed_tensors: bool) -> str:
+    """How the simulation of four ranks ends, as a key of ENDINGS such as "hang"; "" if the ranks can go on.
 
-    ``has_mixed`` says whether a collective has added up different tensors of the ranks, which raises no error.
+    Each rank now waits in a collective, or has ended. ``has_mixed_tensors`` says whether an earlier collective has
+    added up different tensors of the ranks, which raises no error.
     """
     ended = [walker.has_ended for walker in walkers]
     if all(ended):
         return "right"
-    if any(ended) and has_mixed:
-        return "wrong"
-    if any(ended):
-        return "lost"
+    if any(ended):  # the others wait for ranks that have ended
+        return "wrong" if has_mixed_tensors else "lost"
     names_of_calls = {walker.call["name"] for walker in walkers if walker.call is not None}
     if len(names_of_calls) > 1:  # such as an all_reduce and a broadcast, which wait for each other
         return "hang"
@@ -343,40 +349,43 @@ def right_sums(chapter: Chapter, place: str) -> str:
 
 
 def panel_of(chapter: Chapter, place: str, repaired: bool) -> Panel:
-    """What the first page's animation shows of the mistake at a place, or of the loop repaired there.
+    """One panel of the first page's animation: four ranks in a training loop with a mistake, or with it repaired.
 
-    How the ranks walk is simulated. Raises ExtensionError if they end at other lines than the chapter's stored output
-    says of the ranks that were run.
+    ``chapter`` has the loop and its stored outputs, and ``place`` says where in the loop the mistake is, such as "in
+    the loop". Raises ExtensionError if the simulated ranks end at other lines than those that were really run.
     """
     if repaired:
         output = output_of_repair(chapter, place)
     else:
         output = chapter.output(RUNS[place])
     lines = lines_of(chapter.source(LOOP_CELL), place, repaired)
+    frames = walk([line.text for line in lines], output)
+    # One sentence of ENDINGS has the placeholder SUMS, for the sums that the ranks should have got.
+    frames[-1].says = frames[-1].says.replace("SUMS", right_sums(chapter, place))
+
+    # hero.js finds a panel by the numbers of the two choices above it: where the mistake is, and who makes the call.
     number_of_place = list(RUNS).index(place)
-    panel = Panel(
-        name=f"{number_of_place}-{int(repaired)}",  # hero.js finds a panel by the two choices above the picture
-        is_repaired=repaired,
-        lines=lines,
-        frames=walk([line.text for line in lines], output),
-        output=output,
-    )
-    last_frame = panel.frames[-1]
-    # A sentence of ENDINGS has the placeholder SUMS.
-    last_frame.says = last_frame.says.replace("SUMS", right_sums(chapter, place))
-    stored_lines = last_lines_in(output)
-    if panel.last_lines != stored_lines:
-        raise ExtensionError(
-            f"The first page's picture of the mistake {place} ends with {panel.ending!r}, {panel.last_lines}. "
-            f"The stored output of {CHAPTER} says {stored_lines}:\n{output}"
-        )
+    name = f"{number_of_place}-{int(repaired)}"
+    panel = Panel(name, repaired, lines, frames, output)
+    check_last_lines(panel, place)
     return panel
 
 
-def last_lines_in(output: str) -> list[str]:
-    """The code of the line at which each rank ended, or "" for a rank that the output does not name.
+def check_last_lines(panel: Panel, place: str) -> None:
+    """Raise ExtensionError if the ranks end at other lines than the chapter's stored output says."""
+    stored_lines = last_lines_in(panel.output)
+    if panel.last_lines != stored_lines:
+        raise ExtensionError(
+            f"The first page's picture of the mistake {place} ends with {panel.ending!r}, {panel.last_lines}. "
+            f"The stored output of {CHAPTER} says {stored_lines}:\n{panel.output}"
+        )
 
-    The output is what ``launch``, with which the chapter starts ranks, said of those that had to be ended::
+
+def last_lines_in(output: str) -> list[str]:
+    """The line of code at which each rank ended, by rank; "" for a rank that the output does not name.
+
+    The output is what ``launch``, with which the chapter starts ranks, said of those that had to be ended. For example,
+    the first rank's line is ``dist.all_reduce(loss)``, and the second one's ``dist.broadcast(weight, src=0)``, in::
 
         rank 0: at line 7 of train_by_hand: dist.all_reduce(loss)
         ranks 1-3: at line 9 of train_by_hand: dist.broadcast(weight, src=0)
@@ -384,10 +393,10 @@ def last_lines_in(output: str) -> list[str]:
     last_lines = ["" for _ in RANKS]
     reports = re.findall(r"ranks? ([\d-]+)(?::| lost its connection) at line \d+ of \w+: (.*)", output)
     for ranks, line in reports:  # ranks: "2" or "1-3"
-        first, _, last = ranks.partition("-")
-        if last == "":
-            last = first
-        for rank in range(int(first), int(last) + 1):
+        first_rank, _, last_rank = ranks.partition("-")
+        if last_rank == "":
+            last_rank = first_rank
+        for rank in range(int(first_rank), int(last_rank) + 1):
             last_lines[rank] = line
     return last_lines
 

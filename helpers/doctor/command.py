@@ -39,16 +39,21 @@ def main(args: argparse.Namespace) -> int:
     from helpers.doctor.membership import read_launcher
     from helpers.doctor.plan import read_plan
 
-    launched = None
-    plan = None
     try:
-        launched = read_launcher(os.environ)
-        if args.plan:
-            plan = read_plan(args.plan)
+        launched = read_launcher(os.environ)  # None if no launcher has started this process
     except ValueError as error:
-        if launched is None or launched.local_rank == 0:  # One rank of each host is enough to say it.
-            print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 1
+
+    plan = None
+    if args.plan:
+        try:
+            plan = read_plan(args.plan)
+        except ValueError as error:
+            is_first_of_host = launched is None or launched.local_rank == 0
+            if is_first_of_host:  # one message a host is enough
+                print(f"error: {error}", file=sys.stderr)
+            return 1
 
     if launched is None:
         options = {"--timeout": args.timeout, "--backend": args.backend, "--plan": args.plan}

@@ -58,13 +58,14 @@ def run_rank(launched: LaunchedRank, backend: str | None = None, timeout: float 
     if not has_problems:
         return 0
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    if under_torchrun:
-        # torchrun prints a long report for each rank that fails, and stops the other ranks of its host at once. So
-        # only one rank of each host fails, and not before all ranks have ended their work.
-        if launched.local_rank > 0:
-            return 0
-        wait_until_all_are_gone(membership)
-        time.sleep(0.5)  # for their processes to end, after they have said that they need the store no more
+    if not under_torchrun:
+        return 1
+    # torchrun prints a long report for each rank that fails, and stops the other ranks of its host at once. So only
+    # one rank of each host fails, and not before all ranks have ended their work.
+    if launched.local_rank > 0:
+        return 0
+    wait_until_all_are_gone(membership)
+    time.sleep(0.5)  # for their processes to end, after they have said that they need the store no more
     return 1
 
 
@@ -125,9 +126,9 @@ def examine(membership: Membership, launched: LaunchedRank, backend: str | None,
         membership.backend = "nccl"
         membership.device = torch.device(own_facts.device)
         torch.cuda.set_device(membership.device)
-    backend_at_start = membership.backend
+    backend_at_start = membership.backend  # the trials may go from NCCL to gloo
     if any(unreachable.values()):
-        membership.backend = ""  # A process group would wait for these connections until its timeout.
+        membership.backend = ""  # no process group, which would wait for these connections until its timeout
     membership.start_group()
 
     collectives = try_collectives(membership)
@@ -175,12 +176,15 @@ def listening_port() -> Iterator[int]:
     family = socket.AF_INET
     if dual_stack:
         family = socket.AF_INET6
-    any_address_and_port = ("", 0)
-    many_connections = 4096  # that wait: all ranks connect at once, and nobody accepts them
-    with socket.create_server(
-        any_address_and_port, family=family, dualstack_ipv6=dual_stack, backlog=many_connections
-    ) as listener:
-        yield listener.getsockname()[1]
+    listener = socket.create_server(
+        ("", 0),  # any address of this host, and any free port
+        family=family,
+        dualstack_ipv6=dual_stack,
+        backlog=4096,  # connections that wait: all ranks connect at once, and nobody accepts them
+    )
+    with listener:
+        port: int = listener.getsockname()[1]
+        yield port
 
 
 def compare_clocks(membership: Membership) -> dict[int, float]:
@@ -189,11 +193,13 @@ def compare_clocks(membership: Membership) -> dict[int, float]:
     The ranks read their clocks at about the same moment, when they have just left an exchange through the store.
     """
     membership.gather("before the clocks are read", answer=None)
-    readings = [membership.gather(f"reading the clocks, {k}", answer=time.time()) for k in range(CLOCK_READINGS)]
-    first = min(membership.members)
+    readings = []  # each is {rank: what its clock shows, in seconds since 1970}
+    for number in range(CLOCK_READINGS):
+        readings.append(membership.gather(f"reading the clocks, {number}", answer=time.time()))
+    first_rank = min(membership.members)
     offsets = {}
     for rank in membership.members:
-        differences = [reading[rank] - reading[first] for reading in readings]
+        differences = [reading[rank] - reading[first_rank] for reading in readings]
         # A rank that reads its clock late seems to be ahead, so the smallest difference is the best.
         offsets[rank] = min(differences, key=abs)
     return offsets
@@ -210,20 +216,23 @@ def try_connections(membership: Membership, facts: Mapping[int, Facts]) -> dict[
 
 
 def refusals(addresses: Mapping[int, tuple[str, int]]) -> dict[int, str]:
-    """Try to connect to all of {rank: (address, port)}: {rank: the reason} for those that accept no connection."""
+    """Try to connect to all of {rank: (address, port)}. Returns {rank: the reason} for those that accept no connection.
 
-    def refusal(address: tuple[str, int]) -> str:
-        """The reason, or "" if there is a connection."""
-        try:
-            socket.create_connection(address, timeout=5).close()
-        except OSError as error:
-            return str(error.strerror or error)
-        return ""
-
-    with ThreadPoolExecutor(max_workers=32) as pool:  # many at once, because each may wait for its timeout
-        reasons = pool.map(refusal, addresses.values())
+    Many connections are tried at once, because each may wait for its timeout.
+    """
+    with ThreadPoolExecutor(max_workers=32) as threads:
+        reasons = threads.map(reason_for_no_connection, addresses.values())
         reason_of_rank = dict(zip(addresses, reasons, strict=True))
     return {rank: reason for rank, reason in reason_of_rank.items() if reason}
+
+
+def reason_for_no_connection(address: tuple[str, int]) -> str:
+    """Open and close a TCP connection to (address, port). Returns why that is not possible, or "" if it is."""
+    try:
+        socket.create_connection(address, timeout=5).close()
+    except OSError as error:
+        return str(error.strerror or error)
+    return ""
 
 
 # --- trials -----------------------------------------------------------------------------------------------------------
@@ -245,23 +254,24 @@ def try_collectives(membership: Membership) -> dict[str, dict[int, Trial | None]
 def try_links(membership: Membership) -> dict[tuple[int, int], Trial]:
     """Try the link of each pair of ranks: {(lower rank, higher rank): trial}, without the pairs that failed.
 
-    A rank that stops answering in a round is no member in the next one, and its other pairs are left out. If no process
-    group can be started for those that are left, the trials end.
+    In each round disjoint pairs are tried at the same time. A rank that stops answering in a round is no member in the
+    next one, and its other pairs are left out. If no process group can be started for those that are left, the trials
+    end.
     """
     links: dict[tuple[int, int], Trial] = {}
     ranks_at_start = list(membership.members)  # try_pairs takes the ranks that are lost out of membership.members
     rounds = trials.rounds_of_pairs(len(ranks_at_start))
-    for number, pairs in enumerate(rounds, start=1):
+    for number, pairs_of_indices in enumerate(rounds, start=1):
         has_no_group = membership.backend == ""
         if has_no_group:
             break
-        pairs_of_members = []
-        for first_index, second_index in pairs:
+        pairs = []
+        for first_index, second_index in pairs_of_indices:
             first = ranks_at_start[first_index]
             second = ranks_at_start[second_index]
             if first in membership.members and second in membership.members:
-                pairs_of_members.append((first, second))
-        links |= try_pairs(membership, f"round {number} of the links", pairs_of_members)
+                pairs.append((first, second))
+        links |= try_pairs(membership, f"round {number} of the links", pairs)
     return links
 
 
@@ -271,27 +281,26 @@ def try_pairs(membership: Membership, step: str, pairs: list[tuple[int, int]]) -
     No rank is in two pairs. A pair of which one rank fails is left out; ``membership.errors`` has under the name
     ``step`` what the rank raised.
     """
-    peers = {}
+    peer_of = {}  # {rank: the other rank of its pair}
     for first, second in pairs:
-        peers[first] = second
-        peers[second] = first
+        peer_of[first] = second
+        peer_of[second] = first
 
-    def exchange() -> Trial | None:
-        """What this rank does: try the link to its peer."""
-        if membership.rank not in peers:
-            return None  # Of an odd number of members, one has no peer.
-        peer_in_group = membership.members.index(peers[membership.rank])
+    def exchange_with_peer() -> Trial | None:
+        if membership.rank not in peer_of:
+            return None  # of an odd number of members, one has no peer
+        peer_in_group = membership.members.index(peer_of[membership.rank])
         return trials.try_link(peer_in_group, membership.device)
 
-    answers = membership.attempt(step, exchange)
+    trial_of_rank = membership.attempt(step, exchange_with_peer)
     for rank, error in membership.errors.get(step, {}).items():
-        membership.errors[step][rank] = f"with rank {peers[rank]}: {error}"
+        membership.errors[step][rank] = f"with rank {peer_of[rank]}: {error}"
     links = {}
     for first, second in pairs:
-        of_first = answers.get(first)
-        of_second = answers.get(second)
-        if of_first is not None and of_second is not None:
-            links[first, second] = worse_of(of_first, of_second)
+        trial_of_first = trial_of_rank.get(first)
+        trial_of_second = trial_of_rank.get(second)
+        if trial_of_first is not None and trial_of_second is not None:
+            links[first, second] = worse_of(trial_of_first, trial_of_second)
     return links
 
 
@@ -325,11 +334,12 @@ def start_local(nproc: int | None, flags: list[str]) -> int:
     """
     if nproc is None:
         nproc = torch.cuda.device_count()
-    if nproc == 0:
-        nproc = 2  # There are no GPUs.
+    if nproc == 0:  # there are no GPUs
+        nproc = 2
     set_defaults(nproc)
-    # This process serves the store, as torchrun's agent does. Port 0 stands for any free one.
-    store = dist.TCPStore("127.0.0.1", port=0, world_size=None, is_master=True, wait_for_workers=False)
+    # This process serves the store, as torchrun's agent does.
+    any_free_port = 0
+    store = dist.TCPStore("127.0.0.1", any_free_port, world_size=None, is_master=True, wait_for_workers=False)
     variables = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
@@ -343,7 +353,7 @@ def start_local(nproc: int | None, flags: list[str]) -> int:
         ranks.append(processes.start(command, env=variables_of_rank))
     statuses = processes.wait(ranks)
     if any(statuses.values()):
-        return 1  # That rank has said why.
+        return 1  # the rank that failed has said why
     print("\nThat was this machine alone. On a cluster, start it in every rank:")
     print("  torchrun ... -m helpers doctor    or    srun python -m helpers doctor")
     return 0

@@ -49,7 +49,7 @@ class Interface:
 
 
 def choose_interface(device: torch.device, master_host: str) -> Interface:
-    """The network interface that the backend of this device will use.
+    """The network interface that the backend of this device will use, with its address.
 
     Users name it in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME. If they do not, gloo takes the address of the host's own
     name. NCCL ranks the interfaces by their kind; this function guesses that it takes the one that leads to the master.
@@ -57,18 +57,27 @@ def choose_interface(device: torch.device, master_host: str) -> Interface:
     variable = "GLOO_SOCKET_IFNAME"
     if device.type == "cuda":
         variable = "NCCL_SOCKET_IFNAME"
-    requested = os.environ.get(variable, "").split(",")[0].strip("=")  # NCCL reads also "=eth0,eth1".
-    addresses = addresses_by_interface()
+    requested = os.environ.get(variable, "").split(",")[0].strip("=")  # NCCL reads also "=eth0,eth1"
     if requested:
-        for name in sorted(addresses):
-            if name.startswith(requested):  # For NCCL the beginning of a name is enough.
-                return Interface(name, addresses[name])
-        return Interface(requested, None)
-
+        return requested_interface(requested)
     address = address_of_own_name()
     if device.type == "cuda":
         address = address_towards(master_host)
-    for name, known_address in addresses.items():
+    return interface_with(address)
+
+
+def requested_interface(name: str) -> Interface:
+    """The interface that a user names. For NCCL the beginning of a name is enough: "eth" for eth0."""
+    addresses = addresses_by_interface()
+    for known_name in sorted(addresses):
+        if known_name.startswith(name):
+            return Interface(known_name, addresses[known_name])
+    return Interface(name, None)
+
+
+def interface_with(address: str) -> Interface:
+    """The interface that has this address, or its kind in words if no interface lists it."""
+    for name, known_address in addresses_by_interface().items():
         if known_address == address:
             return Interface(name, address)
     if address.startswith("127."):  # such as Debian's 127.0.1.1, which no interface lists
@@ -109,22 +118,26 @@ def address_of_own_name() -> str:
 
 
 def has_code_for(capability: tuple[int, int], architectures: list[str]) -> bool:
-    """Whether a build for these architectures (torch.cuda.get_arch_list()) runs on a
-    GPU of this capability (torch.cuda.get_device_capability()).
+    """Whether a build of PyTorch has code that runs on a GPU of this compute capability, such as (9, 0) for an H100.
+
+    ``architectures`` are those of the build (torch.cuda.get_arch_list()), such as ["sm_80", "sm_90a", "compute_90"].
+    An "sm" is machine code. A "compute" is an intermediate code, PTX, which the driver compiles for the GPU.
     """
     for architecture in architectures:
         parts = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture)
         if parts is None:
             continue
         kind, major, minor, suffix = parts.groups()
-        built_for = int(major), int(minor)
-        if suffix == "a":  # The code is for this GPU alone.
-            fits = built_for == capability
-        elif kind == "compute" and suffix == "":  # The driver compiles it when the program starts.
-            fits = built_for <= capability
-        else:  # Machine code runs on its own major version, from its minor version on.
-            fits = built_for[0] == capability[0] and built_for <= capability
-        if fits:
+        built_for = (int(major), int(minor))
+        is_for_one_gpu = suffix == "a"
+        is_intermediate_code = kind == "compute" and suffix == ""
+        if is_for_one_gpu:
+            runs = built_for == capability
+        elif is_intermediate_code:  # the driver compiles it when the program starts, for this GPU and newer ones
+            runs = built_for <= capability
+        else:  # machine code runs on its own major version, from its minor version on
+            runs = built_for[0] == capability[0] and built_for <= capability
+        if runs:
             return True
     return False
 
@@ -132,19 +145,12 @@ def has_code_for(capability: tuple[int, int], architectures: list[str]) -> bool:
 def facts_of_rank(launched: LaunchedRank, port: int, backend: str | None) -> Facts:
     """What this rank knows about itself, for the other ranks.
 
-    ``port`` is where it listens for their connections. ``backend`` is "gloo" to leave the GPUs out. A rank takes the
-    GPU with its local rank's number, as a script does under torchrun.
+    ``port`` is where it listens for their connections. ``backend`` is "gloo" to leave the GPUs out.
     """
-    gpu_count = torch.cuda.device_count()
-    if backend == "gloo":
-        gpu_count = 0
-    device = torch.device("cpu")
-    if gpu_count > 0:
-        device = torch.device("cuda", launched.local_rank % gpu_count)
-
-    shared_memory = None
+    device = device_of_rank(launched, backend)
+    free_shared_memory = None
     if os.path.isdir("/dev/shm"):
-        shared_memory = shutil.disk_usage("/dev/shm").free
+        free_shared_memory = shutil.disk_usage("/dev/shm").free
     interface = choose_interface(device, launched.host)
     short_name_of_host = socket.gethostname().split(".")[0]
     facts = Facts(
@@ -157,11 +163,19 @@ def facts_of_rank(launched: LaunchedRank, port: int, backend: str | None) -> Fac
         python=platform.python_version(),
         torch=torch.__version__,
         device_memory=psutil.virtual_memory().total,
-        shared_memory=shared_memory,
+        shared_memory=free_shared_memory,
     )
     if device.type == "cpu":
         return facts
     return with_facts_of_gpu(facts, device)
+
+
+def device_of_rank(launched: LaunchedRank, backend: str | None) -> torch.device:
+    """The GPU with the rank's local number, as a script takes it under torchrun; the CPU without GPUs or on "gloo"."""
+    gpu_count = torch.cuda.device_count()
+    if gpu_count == 0 or backend == "gloo":
+        return torch.device("cpu")
+    return torch.device("cuda", launched.local_rank % gpu_count)
 
 
 def with_facts_of_gpu(facts: Facts, device: torch.device) -> Facts:
@@ -174,15 +188,17 @@ def with_facts_of_gpu(facts: Facts, device: torch.device) -> Facts:
     except RuntimeError as error:
         return replace(facts, gpu_error=plain(error))
     unsupported = ""
-    if torch.version.cuda:  # ROCm has other architectures.
+    is_cuda_build = bool(torch.version.cuda)  # a build for ROCm has other architectures
+    if is_cuda_build:
         architectures = torch.cuda.get_arch_list()
         if architectures and not has_code_for((gpu.major, gpu.minor), architectures):
             unsupported = f"sm_{gpu.major}{gpu.minor}, only for {' '.join(architectures)}"
+    nccl_version = torch.cuda.nccl.version()  # such as (2, 28, 3)
     return replace(
         facts,
         gpu_model=gpu.name.removeprefix("NVIDIA "),
         gpu_id=str(gpu.uuid),
-        nccl=".".join(map(str, torch.cuda.nccl.version())),
+        nccl=".".join(map(str, nccl_version)),
         device_memory=gpu.total_memory,
         unsupported_gpu=unsupported,
     )

@@ -50,9 +50,10 @@ def read_launcher(environment: Mapping[str, str]) -> LaunchedRank | None:
     variables = dict(environment)
     if is_task_of_step(variables) and not variables.get("RANK"):
         variables |= variables_from_slurm(variables)
+    # People export MASTER_ADDR in their shells, so it alone does not mean that there is a launcher.
     has_launcher = any(variables.get(name) for name in VARIABLES_UNDER_SLURM)
     if not has_launcher:
-        return None  # People export MASTER_ADDR in their shells, so it alone means nothing.
+        return None
 
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     given = ", ".join(f"{name}={variables.get(name, '')}" for name in names)
@@ -66,7 +67,9 @@ def read_launcher(environment: Mapping[str, str]) -> LaunchedRank | None:
         )
     except (KeyError, ValueError):
         raise ValueError(f"A launcher's variable is missing, or is no number: {given}.\n{HOW_TO_START}") from None
-    if not 0 <= launched.rank < launched.world_size or not 0 <= launched.port <= HIGHEST_PORT:
+    is_possible_rank = 0 <= launched.rank < launched.world_size
+    is_possible_port = 0 <= launched.port <= HIGHEST_PORT
+    if not is_possible_rank or not is_possible_port:
         raise ValueError(f"RANK is not below WORLD_SIZE, or there is no such port: {given}.\n{HOW_TO_START}")
     return launched
 
@@ -192,28 +195,22 @@ class Membership:
         return True
 
     def gather(self, step: str, answer: Any, patience: float | None = None) -> dict[int, Any]:
-        """Give all members this rank's answer, and return those of all: {rank: answer}, the same on every rank.
+        """Exchange answers: give this rank's to all members, and return {rank: answer} of all, the same on every rank.
 
-        ``step`` is a name for the exchange, which no other one has. It ends when the last member has answered, or when
-        the first of those that wait has waited ``patience`` seconds. That rank writes down which answers are there. A
-        member whose answer is not among them is lost: the others go on without it, and on that member itself this
-        raises MembershipError.
+        ``step`` is a name for the exchange, which no other one has. The exchange ends when the last member has
+        answered, or when the first of those that wait has waited ``patience`` seconds. A member that has not answered
+        by then is lost: the others go on without it, and on that member itself this raises MembershipError.
         """
         if patience is None:
             patience = self.timeout + REPORT_SECONDS
-        everybodys_answers = f"{step}/all"
+        key_of_all_answers = f"{step}/all"
         self.store.set(f"{step}/{self.rank}", pickle.dumps(answer))
         number_of_answers = self.store.add(f"{step}/count", 1)  # with this rank's own
         is_last = number_of_answers == len(self.members)
-        if is_last or not self.wait_for([everybodys_answers], patience):
-            answered = [rank for rank in self.members if self.store.check([f"{step}/{rank}"])]
-            seen_here = {rank: pickle.loads(self.store.get(f"{step}/{rank}")) for rank in answered}
-            # Several ranks may get here at a time, and see different answers. compare_set writes only where there is no
-            # value yet, so the first of them decides for all, and the ranks cannot disagree about who is lost.
-            no_value = ""
-            self.store.compare_set(everybodys_answers, no_value, pickle.dumps(seen_here))
+        if is_last or not self.wait_for([key_of_all_answers], patience):
+            self.close_exchange(step, key_of_all_answers)
 
-        answers = pickle.loads(self.store.get(everybodys_answers))
+        answers = pickle.loads(self.store.get(key_of_all_answers))
         if self.rank not in answers:
             raise MembershipError("The others went on without this rank: it was too slow. Try a longer --timeout.")
         for rank in self.members:
@@ -222,11 +219,25 @@ class Membership:
         self.members = sorted(answers)
         return answers
 
+    def close_exchange(self, step: str, key_of_all_answers: str) -> None:
+        """Decide which answers count: those that are in the store now, unless another rank has decided already.
+
+        Several ranks may get here at a time, and see different answers. compare_set writes only where there is no value
+        yet, so the first of them decides for all, and the ranks cannot disagree about who is lost.
+        """
+        answered = [rank for rank in self.members if self.store.check([f"{step}/{rank}"])]
+        answers_seen_here = {rank: pickle.loads(self.store.get(f"{step}/{rank}")) for rank in answered}
+        no_value = ""
+        self.store.compare_set(key_of_all_answers, no_value, pickle.dumps(answers_seen_here))
+
     def outcomes(self, step: str, work: Callable[[], Any]) -> Outcomes:
-        """Call ``work`` on all members, and tell each of them what it returned or raised on the others."""
+        """Call ``work`` on all members, and return on each what it returned or raised on all of them.
+
+        ``step`` is a name for the work, which no other one has.
+        """
         value = None
         error = None
-        # Some hangs end by no timeout of torch. Then this process says where it hangs and ends, and its peers go on.
+        # Some hangs end by no timeout of torch. Then this process prints where it hangs and ends, and its peers go on.
         faulthandler.dump_traceback_later(2 * self.timeout + REPORT_SECONDS, exit=True)
         try:
             value = work()
@@ -240,18 +251,19 @@ class Membership:
         return Outcomes(values, errors)
 
     def attempt(self, step: str, work: Callable[[], Any]) -> dict[int, Any]:
-        """Call ``work`` on all members, and go on whatever becomes of it.
+        """Call ``work`` on all members, and go on even if it raises somewhere, or a member is lost meanwhile.
 
-        Returns {rank: what the work returned there, or None where it raised}. Errors are noted in ``self.errors`` under
-        the name ``step``. After an error, or the loss of a member, a new process group takes the place of the one that
-        there was, because that one's connections may be broken.
+        Returns {rank: what the work returned there, or None where it raised}. Errors are kept in ``self.errors`` under
+        the name ``step``. After an error, or the loss of a member, the process group is replaced by a new one, because
+        its connections may be broken.
         """
         members_before = self.members
         outcomes = self.outcomes(step, work)
         if outcomes.errors:
             self.errors[step] = outcomes.errors
         has_group = self.groups_started > 0
-        if has_group and (outcomes.errors or self.members != members_before):
+        may_be_broken = bool(outcomes.errors) or self.members != members_before
+        if has_group and may_be_broken:
             self.start_group()
         return outcomes.values
 
@@ -283,7 +295,7 @@ class Membership:
 
     def replace_group(self) -> None:
         """Start a process group among the members, in place of the one before."""
-        with contextlib.suppress(Exception):  # There is none at first, and a broken one may not end well.
+        with contextlib.suppress(Exception):  # there is no group at first, and a broken one may not end well
             dist.destroy_process_group()
         bound_device = None
         if self.device.type == "cuda":

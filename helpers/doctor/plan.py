@@ -65,20 +65,21 @@ def plan_in(tables: dict[str, Any]) -> Plan:
     dtype = str(layout.get("dtype", "bfloat16"))
     ranks = math.prod(int(layout.get(dimension, 1)) for dimension in ("dp", "tp", "pp", "cp"))
     nodes = int(cluster["nodes"])
-    memory = float(tables["memory"]["limit"])
-    peak = float(cluster["peak"])
+    bytes_per_gpu = float(tables["memory"]["limit"])
+    peak_flops = float(cluster["peak"])  # FLOP/s of one GPU
 
     needs = [
         Need("ranks", planned=ranks),
         Need("nodes", planned=nodes),
-        Need("memory", planned=memory, unit="GB", unit_size=1e9),
-        Need("matmul", planned=peak, unit=f"TFLOP/s in {dtype}", unit_size=1e12, enough=ENOUGH_OF_A_SPEED),
+        Need("memory", planned=bytes_per_gpu, unit="GB", unit_size=1e9),
+        Need("matmul", planned=peak_flops, unit=f"TFLOP/s in {dtype}", unit_size=1e12, enough=ENOUGH_OF_A_SPEED),
     ]
-    if ranks > nodes:
-        speed = float(cluster["link_in_node"])
+    has_links_in_a_node = ranks > nodes
+    if has_links_in_a_node:
+        speed = float(cluster["link_in_node"])  # bytes per second
         needs.append(Need("in a node", planned=speed, unit="GB/s", unit_size=1e9, enough=ENOUGH_OF_A_SPEED))
     if nodes > 1:
-        speed = float(cluster["link_between"])
+        speed = float(cluster["link_between"])  # bytes per second
         needs.append(Need("between", planned=speed, unit="GB/s", unit_size=1e9, enough=ENOUGH_OF_A_SPEED))
     return Plan(title=title, dtype=dtype, needs=tuple(needs))
 
@@ -93,15 +94,17 @@ def compare(findings: Findings, plan: Plan) -> Iterator[Comparison]:
 def numbers_of(findings: Findings) -> dict[str, dict[int | None, float]]:
     """What the cluster has of each thing that a plan may need: {its name: {rank: number in base units}}.
 
-    What the whole cluster has, such as nodes, is under the key None in place of a rank.
+    For example {"ranks": {None: 2}, "memory": {0: 80e9, 1: 80e9}, …}. What the whole cluster has, such as ranks, is
+    under the key None in place of a rank.
     """
     hosts = [facts.host for facts in findings.facts.values()]
     memory: dict[int | None, float] = {}
     for rank, facts in findings.facts.items():
         if facts.gpu_id:
             memory[rank] = float(facts.device_memory)
-        else:  # The ranks of a host share its memory.
-            memory[rank] = facts.device_memory / hosts.count(facts.host)
+        else:
+            ranks_on_host = hosts.count(facts.host)  # they share the host's memory
+            memory[rank] = facts.device_memory / ranks_on_host
 
     matmul: dict[int | None, float] = {}
     in_node: dict[int | None, float] = {}
@@ -121,13 +124,14 @@ def numbers_of(findings: Findings) -> dict[str, dict[int | None, float]]:
     }
 
 
-def compare_least(need: Need, by_rank: dict[int | None, float]) -> Comparison:
-    """Compare what the plan needs of one thing with the rank that has least of it.
+def compare_least(need: Need, number_of_rank: dict[int | None, float]) -> Comparison:
+    """Compare what the plan needs of one thing with what the rank has that has least of it.
 
-    ``by_rank`` is {rank: number}, or {None: number} for the whole cluster; 0 on a rank where it could not be tried.
+    ``number_of_rank`` is {rank: number}, or {None: number} for the whole cluster; 0 on a rank where it could not be
+    tried.
     """
     planned = three_digits(need.planned / need.unit_size)
-    tried = {rank: number for rank, number in by_rank.items() if number > 0}
+    tried = {rank: number for rank, number in number_of_rank.items() if number > 0}
     if not tried:
         return Comparison(f"{need.name:10}was not tried, the plan counts on {planned}")
 

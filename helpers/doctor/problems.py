@@ -59,7 +59,7 @@ def notes(findings: Findings) -> list[Problem]:
 
 def span(numbers: Iterable[int]) -> str:
     """Sorted numbers as text: ``0-3, 6`` for [0, 1, 2, 3, 6]."""
-    runs: list[list[int]] = []  # lists of numbers that follow each other without a gap
+    runs: list[list[int]] = []  # lists of numbers that follow each other without a gap: [[0, 1, 2, 3], [6]]
     for number in numbers:
         continues_last_run = bool(runs) and runs[-1][-1] == number - 1
         if continues_last_run:
@@ -99,7 +99,10 @@ def at_start(text: str) -> str:
 
 
 def missing_ranks(findings: Findings) -> Iterator[Problem]:
-    """Ranks that never answered, and ranks that stopped answering at a later step."""
+    """Ranks that never answered, and ranks that stopped answering at a later step.
+
+    In the step "roll call", the first one, each rank says that it is there.
+    """
     never_came = [rank for rank, step in findings.lost.items() if step == "roll call"]
     if never_came:
         yield Problem(
@@ -130,9 +133,7 @@ def different_versions(findings: Findings) -> Iterator[Problem]:
 
 def broken_gpus(findings: Findings) -> Iterator[Problem]:
     """GPUs that fail, that this PyTorch cannot use, that several ranks share, or that some ranks lack."""
-    ranks_by_gpu = defaultdict(list)  # by the GPU's id, which is "" for a rank without a GPU
     for rank, facts in findings.facts.items():
-        ranks_by_gpu[facts.gpu_id].append(rank)
         if facts.gpu_error:
             yield Problem(
                 f"The GPU of rank {rank} on {facts.host} does not answer: {facts.gpu_error}.",
@@ -143,11 +144,22 @@ def broken_gpus(findings: Findings) -> Iterator[Problem]:
                 f"The PyTorch of rank {rank} on {facts.host} has no code for its GPU, {facts.unsupported_gpu}.",
                 "Install a PyTorch that is built for this GPU: https://pytorch.org/get-started/locally",
             )
-    without_gpu = ranks_by_gpu.pop("", [])
-    for sharing in ranks_by_gpu.values():
-        if len(sharing) > 1:
+    yield from unevenly_divided_gpus(findings)
+
+
+def unevenly_divided_gpus(findings: Findings) -> Iterator[Problem]:
+    """GPUs that several ranks share, and ranks without a GPU beside others that have one."""
+    ranks_by_gpu = defaultdict(list)
+    without_gpu = []
+    for rank, facts in findings.facts.items():
+        if facts.gpu_id:
+            ranks_by_gpu[facts.gpu_id].append(rank)
+        else:
+            without_gpu.append(rank)
+    for sharing_ranks in ranks_by_gpu.values():
+        if len(sharing_ranks) > 1:
             yield Problem(
-                f"{at_start(ranks(sharing))} share one GPU, so everything was tried on gloo.",
+                f"{at_start(ranks(sharing_ranks))} share one GPU, so everything was tried on gloo.",
                 "Start one rank for each GPU: torchrun --nproc-per-node=gpu",
             )
     if without_gpu and ranks_by_gpu:
@@ -157,13 +169,13 @@ def broken_gpus(findings: Findings) -> Iterator[Problem]:
 
 def missing_addresses(findings: Findings) -> Iterator[Problem]:
     """Ranks whose network interface has no address, or one that other hosts cannot reach."""
-    ranks_by_interface = defaultdict(list)
+    ranks_without_address = defaultdict(list)  # {interface: the ranks that should use it}
     for rank, facts in findings.facts.items():
         if not facts.address:
-            ranks_by_interface[facts.interface].append(rank)
-    for interface, group in ranks_by_interface.items():
+            ranks_without_address[facts.interface].append(rank)
+    for interface, affected in ranks_without_address.items():
         yield Problem(
-            f"{at_start(ranks(group))} should use the network interface {interface}, which has no address.",
+            f"{at_start(ranks(affected))} should use the network interface {interface}, which has no address.",
             "Put an interface that `ip -brief address` lists into GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME.",
         )
     isolated = ranks_on_loopback(findings)
@@ -188,21 +200,21 @@ def closed_connections(findings: Findings) -> Iterator[Problem]:
 
     A rank on the loopback interface is left out, because ``missing_addresses`` says why nobody can connect to it.
     """
-    explained = ranks_on_loopback(findings)
-    failing_ranks = defaultdict(set)  # {(host, reason): the ranks that cannot connect to it}
-    targets = defaultdict(set)  # {(host, reason): the ranks there to which they cannot connect}
-    for rank, reasons in findings.unreachable.items():
+    on_loopback = ranks_on_loopback(findings)
+    sources_of = defaultdict(set)  # {(host, reason): the ranks that cannot connect to the host}
+    targets_of = defaultdict(set)  # {(host, reason): the ranks on the host to which they cannot connect}
+    for source, reasons in findings.unreachable.items():
         for target, reason in reasons.items():
-            if target not in explained:
+            if target not in on_loopback:
                 host = findings.host(target)
-                failing_ranks[host, reason].add(rank)
-                targets[host, reason].add(target)
-    for host, reason in targets:
-        failing = ranks(failing_ranks[host, reason])
-        unreachable = targets[host, reason]
-        interface = findings.facts[min(unreachable)].interface
+                sources_of[host, reason].add(source)
+                targets_of[host, reason].add(target)
+    for host, reason in targets_of:
+        sources = sources_of[host, reason]
+        targets = targets_of[host, reason]
+        interface = findings.facts[min(targets)].interface
         yield Problem(
-            f"{at_start(failing)} cannot connect to {ranks(unreachable)} on {host} ({interface}): {reason}.",
+            f"{at_start(ranks(sources))} cannot connect to {ranks(targets)} on {host} ({interface}): {reason}.",
             "Open all TCP ports between the nodes, or choose another interface in GLOO_SOCKET_IFNAME.",
         )
 
@@ -235,11 +247,12 @@ def errors(findings: Findings) -> Iterator[Problem]:
 
 def wrong_results(findings: Findings) -> Iterator[Problem]:
     """Collectives and links after which the data were not the expected ones, although no error was raised."""
-    for name, trials in findings.collectives.items():
-        wrong = [rank for rank, trial in trials.items() if trial is not None and not trial.right]
-        if wrong:
+    for collective, trials in findings.collectives.items():
+        # A rank where the collective raised an error has None as its trial.
+        wrong_ranks = [rank for rank, trial in trials.items() if trial is not None and not trial.right]
+        if wrong_ranks:
             yield Problem(
-                f"{name} gave a wrong result on {ranks(wrong)}.",
+                f"{collective} gave a wrong result on {ranks(wrong_ranks)}.",
                 "Take these hosts out one by one and repeat; then look at their GPUs, links and versions.",
             )
     for (first, second), link in findings.links.items():
@@ -277,17 +290,17 @@ def slow_ranks(findings: Findings) -> Iterator[Problem]:
 
 def slow_links(findings: Findings) -> Iterator[Problem]:
     """The slowest link within a host and the slowest between hosts, each compared with its own kind."""
-    within_hosts = {}
-    between_hosts = {}
+    speeds_within_hosts = {}  # {(lower rank, higher rank): bytes per second}
+    speeds_between_hosts = {}
     for (first, second), link in findings.links.items():
         if findings.host(first) == findings.host(second):
-            within_hosts[first, second] = link.speed
+            speeds_within_hosts[first, second] = link.speed
         else:
-            between_hosts[first, second] = link.speed
-    for speeds in (within_hosts, between_hosts):
-        slow = slowest(speeds)
-        if slow is not None and slow.speed * SLOW_LINK < slow.median:
-            first, second = slow.key
+            speeds_between_hosts[first, second] = link.speed
+    for speeds in (speeds_within_hosts, speeds_between_hosts):
+        slow_link = slowest(speeds)
+        if slow_link is not None and slow_link.speed * SLOW_LINK < slow_link.median:
+            first, second = slow_link.key
             yield Problem(
                 f"The link of ranks {first} and {second} has far less bandwidth than the others.",
                 "Look at the hosts' links. With NCCL_DEBUG=INFO, NET/Socket says that NCCL has fallen back to TCP.",

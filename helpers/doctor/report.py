@@ -11,6 +11,7 @@ from helpers.command_line import aligned
 from helpers.doctor.findings import Findings, slowest
 from helpers.doctor.plan import Plan, compare
 from helpers.doctor.problems import Problem, notes, problems, span, three_digits
+from helpers.doctor.trials import Trial
 
 WIDTH = 80  # characters of a line
 MOST_RANKS_WITH_A_TABLE_OF_LINKS = 8  # A table of more does not fit a screen.
@@ -29,7 +30,7 @@ def report(findings: Findings, plan: Plan | None = None) -> Report:
 
     With a plan, there is also a comparison of what the plan counts on with what the cluster has.
     """
-    found = problems(findings)
+    all_problems = problems(findings)
     lines = [
         f"{counted(findings.world_size, 'rank')} on {counted(len(findings.hosts), 'host')}, {findings.backend}",
         "",
@@ -46,17 +47,17 @@ def report(findings: Findings, plan: Plan | None = None) -> Report:
         for comparison in compare(findings, plan):
             lines.append(comparison.line)
             if comparison.problem is not None:
-                found.append(comparison.problem)
+                all_problems.append(comparison.problem)
         lines.append("")
-    for problem in found:
+    for problem in all_problems:
         lines += paragraph("WRONG", problem)
     for note in notes(findings):
         lines += paragraph("note", note)
-    if found:
-        lines.append(f"{counted(len(found), 'problem')} found")
+    if all_problems:
+        lines.append(f"{counted(len(all_problems), 'problem')} found")
     else:
         lines.append("Nothing is wrong here.")
-    return Report("\n".join(lines), len(found))
+    return Report("\n".join(lines), len(all_problems))
 
 
 def counted(count: int, noun: str) -> str:
@@ -89,8 +90,8 @@ def microseconds(seconds: float) -> str:
 def table_of_ranks(findings: Findings) -> list[str]:
     """A table of the ranks' hosts, devices and interfaces; neighbouring ranks that share all three share a line."""
 
-    def shared_cells(rank: int) -> tuple[str, str, str]:
-        """The host, the device and the interface of a rank, cut so that the columns fit into the width."""
+    def host_device_interface(rank: int) -> tuple[str, str, str]:
+        """The cells that ranks may share, cut so that the columns fit into the width."""
         facts = findings.facts[rank]
         device = facts.gpu_model or facts.device
         interface = f"{facts.interface} {facts.address or ''}"
@@ -98,34 +99,46 @@ def table_of_ranks(findings: Findings) -> list[str]:
 
     head = ["rank", "local", "host", "device", "interface"]
     rows = [head]
-    for cells, group in groupby(sorted(findings.facts), shared_cells):
-        ranks = list(group)
+    for shared_cells, ranks_that_share in groupby(sorted(findings.facts), host_device_interface):
+        ranks = list(ranks_that_share)
         local_ranks = sorted(findings.facts[rank].local_rank for rank in ranks)
-        rows.append([span(ranks)[:28], span(local_ranks)[:28], *cells])
+        rows.append([span(ranks)[:28], span(local_ranks)[:28], *shared_cells])
     return aligned(rows, left=range(len(head)))
 
 
-def summary(findings: Findings) -> Iterator[str]:
-    """Yields a line for each thing that was looked at."""
-    all_facts = list(findings.facts.values())
+def summary(findings: Findings) -> list[str]:
+    """The lines between the tables, each about one thing that was looked at: ``clocks    less than 1 ms apart``."""
+    return [
+        *lines_about_hosts(findings),
+        *lines_about_connections(findings),
+        *lines_about_slowest(findings),
+    ]
 
+
+def lines_about_hosts(findings: Findings) -> Iterator[str]:
+    """Yields the versions of the programs on all ranks, and the free shared memory of the host that has least."""
+    all_facts = findings.facts.values()
     programs = []
     for program in ("python", "torch", "NCCL"):
-        versions = sorted({facts.versions[program] for facts in all_facts} - {""})
+        versions = {facts.versions[program] for facts in all_facts} - {""}
         if versions:
-            programs.append(f"{program} {' and '.join(versions)}")
+            programs.append(f"{program} {' and '.join(sorted(versions))}")
     yield f"versions  {', '.join(programs)}"
 
-    shared_memory = [facts.shared_memory for facts in all_facts if facts.shared_memory is not None]
-    if shared_memory:
-        yield f"memory    {min(shared_memory) / 1e9:.1f} GB of shared memory free"
+    free_bytes = [facts.shared_memory for facts in all_facts if facts.shared_memory is not None]
+    if free_bytes:
+        yield f"memory    {min(free_bytes) / 1e9:.1f} GB of shared memory free"
 
-    yield f"store     {findings.store_address}, reached by {len(all_facts)} of {findings.world_size}"
 
-    with_address = [facts for facts in all_facts if facts.address]
-    connections = len(with_address) * (len(all_facts) - 1)  # from each other rank one to each that has an address
+def lines_about_connections(findings: Findings) -> Iterator[str]:
+    """Yields how many ranks reach the store, how many TCP connections and links work, and how far clocks differ."""
+    answering = len(findings.facts)
+    yield f"store     {findings.store_address}, reached by {answering} of {findings.world_size}"
+
+    with_address = [facts for facts in findings.facts.values() if facts.address]
+    tried = len(with_address) * (answering - 1)  # every other rank connects to each rank that has an address
     failed = sum(len(reasons) for reasons in findings.unreachable.values())
-    yield f"tcp       {connections - failed} of {connections} connections between ranks open"
+    yield f"tcp       {tried - failed} of {tried} connections between ranks open"
 
     offsets = findings.clock_offsets.values()
     milliseconds = 1e3 * (max(offsets) - min(offsets))
@@ -134,17 +147,25 @@ def summary(findings: Findings) -> Iterator[str]:
     else:
         yield "clocks    less than 1 ms apart"
 
-    pairs = math.comb(len(findings.members), 2)
-    right = [link for link in findings.links.values() if link.right]
-    yield f"links     {len(right)} of {pairs} pairs right"
+    number_of_pairs = math.comb(len(findings.members), 2)
+    right_links = [link for link in findings.links.values() if link.right]
+    yield f"links     {len(right_links)} of {number_of_pairs} pairs right"
 
-    rank = slowest(findings.compute_speeds)
-    if rank is not None:
-        yield f"slowest   rank {rank.key} computes in {rank.median / rank.speed:.2f} times the median"
-    pair = slowest({ranks: link.speed for ranks, link in findings.links.items()})
-    if pair is not None:
-        first, second = pair.key
-        speeds = f"{gigabytes(pair.speed)} GB/s, the median pair {gigabytes(pair.median)}"
+
+def lines_about_slowest(findings: Findings) -> Iterator[str]:
+    """Yields the rank that computes most slowly, and the pair of ranks whose link is slowest, compared with the median.
+
+    A line is left out where fewer than two speeds are known.
+    """
+    computing = slowest(findings.compute_speeds)
+    if computing is not None:
+        rank = computing.key
+        times_the_median = computing.median / computing.speed  # of the seconds, so it is the inverse of the speeds
+        yield f"slowest   rank {rank} computes in {times_the_median:.2f} times the median"
+    linked = slowest({pair: link.speed for pair, link in findings.links.items()})
+    if linked is not None:
+        first, second = linked.key
+        speeds = f"{gigabytes(linked.speed)} GB/s, the median pair {gigabytes(linked.median)}"
         yield f"          ranks {first} and {second}: {speeds}"
 
 
@@ -155,38 +176,46 @@ def table_of_collectives(findings: Findings) -> list[str]:
     """
     if not findings.collectives:
         return ["no process group: no collective was tried"]
-    count = len(findings.members)
     size = "4 MiB"
     if findings.device == "cuda":
         size = "64 MiB"
     rows = [["collective", "right", "us (4 KiB)", f"GB/s busbw ({size})"]]
-    for name, by_rank in findings.collectives.items():
-        trials = [trial for trial in by_rank.values() if trial is not None]
-        raised_nowhere = len(trials) == len(by_rank)
-        right = "NO"
-        if raised_nowhere and all(trial.right for trial in trials):
-            right = "yes"
-        latency = ""
-        bus_bandwidth = ""
-        if trials and count > 1:  # one rank alone communicates with nobody
-            latency = microseconds(mean(trial.seconds for trial in trials))
-            # The harmonic mean is the bytes divided by the mean of the ranks' times.
-            algorithm_bandwidth = harmonic_mean([trial.speed for trial in trials])
-            bus_bandwidth = gigabytes(algorithm_bandwidth * bus_factor(name, count))
-        rows.append([name, right, latency, bus_bandwidth])
+    for name, trial_of_rank in findings.collectives.items():
+        rows.append(row_of_collective(name, list(trial_of_rank.values()), ranks=len(findings.members)))
     return aligned(rows, left=[0, 1])
+
+
+def row_of_collective(name: str, trials: list[Trial | None], ranks: int) -> list[str]:
+    """A row of the table of collectives: [name, right, latency, bus bandwidth], such as ["reduce", "yes", "80", "2.5"].
+
+    ``trials`` has a trial of each rank, or None for a rank where the collective raised.
+    """
+    measured = [trial for trial in trials if trial is not None]
+    raised_nowhere = len(measured) == len(trials)
+    right = "NO"
+    if raised_nowhere and all(trial.right for trial in measured):
+        right = "yes"
+    communicates = ranks > 1
+    if not measured or not communicates:
+        return [name, right, "", ""]
+    latency = mean(trial.seconds for trial in measured)
+    # The harmonic mean of the ranks' speeds is the bytes divided by the mean of their times.
+    algorithm_bandwidth = harmonic_mean([trial.speed for trial in measured])
+    bus_bandwidth = algorithm_bandwidth * bus_factor(name, ranks)
+    return [name, right, microseconds(latency), gigabytes(bus_bandwidth)]
 
 
 def bus_factor(collective: str, ranks: int) -> float:
     """A collective's bus bandwidth divided by its algorithm bandwidth, which is its bytes divided by its time.
 
-    It is the share of the bytes that each link has to carry (nccl-tests, doc/PERFORMANCE.md).
+    It is how many times its bytes each link has to carry (nccl-tests, doc/PERFORMANCE.md).
     """
     if collective in ("broadcast", "reduce"):
         return 1.0
+    share_of_the_others = (ranks - 1) / ranks  # a rank keeps its own part of the bytes
     if collective == "all_reduce":
-        return 2 * (ranks - 1) / ranks
-    return (ranks - 1) / ranks
+        return 2 * share_of_the_others  # it is a reduce-scatter and then an all-gather
+    return share_of_the_others
 
 
 def table_of_links(findings: Findings) -> list[str]:
@@ -194,26 +223,30 @@ def table_of_links(findings: Findings) -> list[str]:
     members = findings.members
     if not findings.links or len(members) > MOST_RANKS_WITH_A_TABLE_OF_LINKS:
         return []
-
-    def cell(row: int, column: int) -> str:
-        """What stands in the row of one rank and the column of another; with "!" where the data arrived changed."""
-        if row == column:
-            return "-"
-        link = findings.links.get((min(row, column), max(row, column)))
-        if link is None:
-            return "none"
-        is_above_diagonal = row < column
-        if is_above_diagonal:
-            text = gigabytes(link.speed)
-        else:
-            text = microseconds(link.seconds)
-        if not link.right:
-            text += "!"
-        return text
-
     head = ["", *map(str, members)]
     rows = [head]
-    for row in members:
-        cells = [cell(row, column) for column in members]
-        rows.append([f"rank {row}", *cells])
+    for row_rank in members:
+        cells = [cell_of_link(findings, row_rank, column_rank) for column_rank in members]
+        rows.append([f"rank {row_rank}", *cells])
     return ["", "pairs: GB/s above the diagonal, microseconds below", *aligned(rows, left=[0])]
+
+
+def cell_of_link(findings: Findings, row_rank: int, column_rank: int) -> str:
+    """A cell of the table of links: the bandwidth above the diagonal, the latency below, and "-" on it.
+
+    A "!" is added where the data arrived changed. A link that could not be tried is "none".
+    """
+    if row_rank == column_rank:
+        return "-"
+    pair = (min(row_rank, column_rank), max(row_rank, column_rank))
+    link = findings.links.get(pair)
+    if link is None:
+        return "none"
+    is_above_diagonal = row_rank < column_rank
+    if is_above_diagonal:
+        text = gigabytes(link.speed)
+    else:
+        text = microseconds(link.seconds)
+    if not link.right:
+        text += "!"
+    return text

@@ -86,7 +86,8 @@ def seconds_of(
             if device.type == "cpu":
                 wait(works)  # A GPU's collectives follow each other on its stream, so the host need not wait.
         synchronize()
-        seconds_of_tries.append((time.perf_counter() - start) / rounds)
+        seconds = time.perf_counter() - start
+        seconds_of_tries.append(seconds / rounds)
     return min(seconds_of_tries)
 
 
@@ -95,7 +96,8 @@ def try_exchange(
 ) -> Trial:
     """Check an exchange's result, and time it with little data for its latency and with much for its speed.
 
-    ``prepare`` makes the exchange for a count of float32 numbers. ``before_each_try`` is called before each measuring.
+    ``prepare(numbers)`` makes the exchange of so many float32 numbers. ``before_each_try`` is called before each
+    measurement, such as a barrier.
     """
     small_exchange = prepare(SMALL)
     small_is_right = is_right(small_exchange)
@@ -105,12 +107,12 @@ def try_exchange(
     large = LARGE[device.type]
     large_exchange = prepare(large)
     large_is_right = is_right(large_exchange)
-    seconds = seconds_of(large_exchange.start, rounds=2, device=device, before_each_try=before_each_try)
-    float32_bytes = 4
+    seconds_of_large = seconds_of(large_exchange.start, rounds=2, device=device, before_each_try=before_each_try)
+    bytes_of_large = 4 * large  # a float32 number has 4 bytes
     return Trial(
         right=small_is_right and large_is_right,
         seconds=latency,
-        speed=float32_bytes * large / seconds,
+        speed=bytes_of_large / seconds_of_large,
     )
 
 
@@ -129,43 +131,82 @@ def try_collective(name: str, device: torch.device) -> Trial:
 
 
 def collective(name: str, numbers: int, device: torch.device) -> Exchange:
-    """One of COLLECTIVES over so many numbers, and what this rank has to get from it.
+    """One of COLLECTIVES over so many float32 numbers: how to start it, and what this rank has to get from it."""
+    data = DataOfRanks(numbers, device)
+    if name in ("broadcast", "reduce", "all_reduce", "all_to_all"):
+        return collective_of_whole_data(name, data)
+    if name in ("scatter", "gather"):
+        return collective_with_parts_on_rank_0(name, data)
+    if name in ("all_gather", "reduce_scatter"):
+        return collective_of_own_parts(name, data)
+    raise ValueError(f"{name!r} is none of {', '.join(COLLECTIVES)}.")
 
-    Each rank's data are divided into as many parts as there are ranks, all of one length. The numbers are small and
-    whole, so that their sums are exact in float32.
+
+class DataOfRanks:
+    """What the ranks send in a collective: this rank's data, and what is expected of all ranks' data together.
+
+    The data are divided into as many parts as there are ranks, all of one length. Rank k's data are a pattern times
+    k + 1. The numbers are small and whole, so that their sums are exact in float32.
     """
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    part = math.ceil(numbers / world_size)
-    pattern = torch.arange(world_size * part, device=device).view(world_size, part) % 7 + 1.0  # [parts, numbers]
-    factors = torch.arange(1.0, world_size + 1, device=device)[:, None]  # rank k's data are the pattern times k + 1
-    data = (pattern * (rank + 1)).flatten()  # of this rank
-    total = (pattern * factors.sum()).flatten()  # the sum of all ranks' data
-    rows_of_ranks = (pattern * factors).flatten()  # part 0 of rank 0's data, part 1 of rank 1's, and so on
 
+    def __init__(self, numbers: int, device: torch.device) -> None:
+        """``numbers``: how many float32 numbers each rank has, rounded up to a multiple of the ranks."""
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.length_of_part = math.ceil(numbers / self.world_size)
+        numbers_of_rank = torch.arange(self.world_size * self.length_of_part, device=device)
+        self.pattern = numbers_of_rank.view(self.world_size, self.length_of_part) % 7 + 1.0  # [parts, numbers]
+        self.factors = torch.arange(1.0, self.world_size + 1, device=device)[:, None]  # of the ranks: [ranks, 1]
+        self.own = (self.pattern * (self.rank + 1)).flatten()
+        self.sum_of_ranks = (self.pattern * self.factors.sum()).flatten()
+        # Part 0 of rank 0's data, part 1 of rank 1's, and so on:
+        self.one_part_of_each_rank = (self.pattern * self.factors).flatten()
+
+    def own_part_of_all_ranks(self) -> torch.Tensor:
+        """The part with this rank's number of rank 0's data, of rank 1's data, and so on."""
+        return (self.pattern[self.rank] * self.factors).flatten()
+
+    def own_part(self) -> torch.Tensor:
+        """The part of this rank's data that has the rank's number."""
+        return self.own.chunk(self.world_size)[self.rank].clone()
+
+    def empty_part(self) -> torch.Tensor:
+        """Memory for a part that is to be received."""
+        return torch.zeros(self.length_of_part, device=self.own.device)
+
+
+def collective_of_whole_data(name: str, data: DataOfRanks) -> Exchange:
+    """A collective in which each rank that sends sends all of its data."""
+    own = data.own
     if name == "broadcast":
-        return Exchange(lambda: dist.broadcast(data, 0, async_op=True), data, pattern.flatten())
+        return Exchange(lambda: dist.broadcast(own, 0, async_op=True), own, expected=data.pattern.flatten())
     if name == "reduce":
-        output_on_rank_0 = data if rank == 0 else None
-        return Exchange(lambda: dist.reduce(data, 0, async_op=True), output_on_rank_0, total)
+        output = own if data.rank == 0 else None
+        return Exchange(lambda: dist.reduce(own, 0, async_op=True), output, expected=data.sum_of_ranks)
     if name == "all_reduce":
-        return Exchange(lambda: dist.all_reduce(data, async_op=True), data, total)
-    if name == "all_to_all":
-        output = torch.zeros_like(data)
-        expected = (pattern[rank] * factors).flatten()
-        return Exchange(lambda: dist.all_to_all_single(output, data, async_op=True), output, expected)
+        return Exchange(lambda: dist.all_reduce(own, async_op=True), own, expected=data.sum_of_ranks)
+    received = torch.zeros_like(own)
+    start = partial(dist.all_to_all_single, received, own, async_op=True)
+    return Exchange(start, received, expected=data.own_part_of_all_ranks())
 
+
+def collective_with_parts_on_rank_0(name: str, data: DataOfRanks) -> Exchange:
+    """A scatter of rank 0's parts to the ranks, or a gather of one part of each rank on rank 0."""
+    is_rank_0 = data.rank == 0
     if name == "scatter":
-        output = torch.zeros(part, device=device)
-        parts = list(data.chunk(world_size)) if rank == 0 else None
-        return Exchange(lambda: dist.scatter(output, parts, 0, async_op=True), output, pattern[rank])
-    if name == "gather":
-        output = torch.zeros_like(data)
-        parts = list(output.chunk(world_size)) if rank == 0 else None
-        own_part = data.chunk(world_size)[rank].clone()
-        output_on_rank_0 = output if rank == 0 else None
-        return Exchange(lambda: dist.gather(own_part, parts, 0, async_op=True), output_on_rank_0, rows_of_ranks)
+        received_part = data.empty_part()
+        parts_to_send = list(data.own.chunk(data.world_size)) if is_rank_0 else None
+        start = partial(dist.scatter, received_part, parts_to_send, 0, async_op=True)
+        return Exchange(start, received_part, expected=data.pattern[data.rank])
+    received = torch.zeros_like(data.own)
+    parts_of_received = list(received.chunk(data.world_size)) if is_rank_0 else None
+    start = partial(dist.gather, data.own_part(), parts_of_received, 0, async_op=True)
+    output = received if is_rank_0 else None
+    return Exchange(start, output, expected=data.one_part_of_each_rank)
 
+
+def collective_of_own_parts(name: str, data: DataOfRanks) -> Exchange:
+    """An all-gather of one part of each rank, or a reduce-scatter that leaves each rank one part of the sum."""
     if hasattr(dist, "all_gather_single"):
         all_gather = dist.all_gather_single
         reduce_scatter = dist.reduce_scatter_single
@@ -173,24 +214,24 @@ def collective(name: str, numbers: int, device: torch.device) -> Exchange:
         all_gather = dist.all_gather_into_tensor
         reduce_scatter = dist.reduce_scatter_tensor
     if name == "all_gather":
-        output = torch.zeros_like(data)
-        own_part = data.chunk(world_size)[rank].clone()
-        return Exchange(lambda: all_gather(output, own_part, async_op=True), output, rows_of_ranks)
-    if name == "reduce_scatter":
-        output = torch.zeros(part, device=device)
-        expected = total.chunk(world_size)[rank]
-        return Exchange(lambda: reduce_scatter(output, data, async_op=True), output, expected)
-    raise ValueError(f"{name!r} is none of {', '.join(COLLECTIVES)}.")
+        received = torch.zeros_like(data.own)
+        start = partial(all_gather, received, data.own_part(), async_op=True)
+        return Exchange(start, received, expected=data.one_part_of_each_rank)
+    received_part = data.empty_part()
+    start = partial(reduce_scatter, received_part, data.own, async_op=True)
+    own_part_of_sum = data.sum_of_ranks.chunk(data.world_size)[data.rank]
+    return Exchange(start, received_part, expected=own_part_of_sum)
 
 
 # --- links ------------------------------------------------------------------------------------------------------------
 
 
 def rounds_of_pairs(count: int) -> Iterator[list[tuple[int, int]]]:
-    """Yields rounds of pairs: no two pairs of a round share a rank, and each pair of range(count) comes once.
+    """Yields rounds of pairs of range(count): in a round no number is in two pairs, and in all each pair comes once.
 
-    It is the circle method, by which round-robin tournaments are planned: the players sit at a table, play against the
-    player opposite, and between two rounds all but the first move on by one seat.
+    For 4 the first round is [(0, 3), (1, 2)]. It is the circle method, by which round-robin tournaments are planned:
+    the players sit at a table, play against the player opposite, and between two rounds all but the first move on by
+    one seat.
     """
     seats = list(range(count))
     if count % 2 == 1:
@@ -198,9 +239,10 @@ def rounds_of_pairs(count: int) -> Iterator[list[tuple[int, int]]]:
     number_of_rounds = len(seats) - 1
     for _ in range(number_of_rounds):
         pairs = []
-        for left, right in zip(seats, reversed(seats), strict=True):
-            if left < right < count:  # each pair is met twice, once from each side
-                pairs.append((left, right))
+        for number, opposite in zip(seats, reversed(seats), strict=True):
+            is_pair = opposite < count
+            if is_pair and number < opposite:  # each pair is met twice, once from each side
+                pairs.append((number, opposite))
         yield pairs
         last = seats.pop()
         seats.insert(1, last)
@@ -240,16 +282,16 @@ def try_matmul(dtype: str, device: torch.device, before_each_try: Call | None = 
 def try_all_reduce(groups: list[list[int]], device: torch.device) -> float:
     """Bus bandwidth in bytes per second of an all-reduce in this rank's group, while all groups do the same.
 
-    An all-reduce among N ranks sends 2(N - 1)/N times its size over each link (nccl-tests, doc/PERFORMANCE.md). So the
-    bandwidth is 0 for a rank that is alone in its group.
+    ``groups`` are lists of ranks, such as [[0, 1], [2, 3]]. The bandwidth is 0 for a rank that is alone in its group.
     """
     own_group, _ = dist.new_subgroups_by_enumeration(groups)
-    x = torch.zeros(LARGE[device.type], device=device)
-    all_reduce = partial(dist.all_reduce, x, group=own_group, async_op=True)
-    wait(all_reduce())  # The first call connects.
+    numbers = torch.zeros(LARGE[device.type], device=device)
+    all_reduce = partial(dist.all_reduce, numbers, group=own_group, async_op=True)
+    wait(all_reduce())  # the first call connects the ranks
     seconds = seconds_of(all_reduce, rounds=2, device=device, before_each_try=dist.barrier)
+    # An all-reduce among N ranks sends 2(N - 1)/N times its size over each link (nccl-tests, doc/PERFORMANCE.md).
     ranks = own_group.size()
-    bytes_over_a_link = 2 * (ranks - 1) / ranks * x.nbytes
+    bytes_over_a_link = 2 * (ranks - 1) / ranks * numbers.nbytes
     return bytes_over_a_link / seconds
 
 
@@ -264,8 +306,8 @@ def try_plan(dtype: str, hosts: list[str], device: torch.device) -> Speeds:
         ranks_by_host[host].append(rank)
     groups_in_nodes = list(ranks_by_host.values())  # such as [[0, 1], [2, 3]]
     groups_between_nodes = []  # then [[0, 2], [1, 3]]
-    for column in zip_longest(*groups_in_nodes):  # a node with fewer ranks is filled up with None
-        groups_between_nodes.append([rank for rank in column if rank is not None])
+    for ranks_in_same_position in zip_longest(*groups_in_nodes):  # a node with fewer ranks is filled up with None
+        groups_between_nodes.append([rank for rank in ranks_in_same_position if rank is not None])
     return Speeds(
         matmul=try_matmul(dtype, device, before_each_try=dist.barrier),
         in_node=try_all_reduce(groups_in_nodes, device),

@@ -67,28 +67,28 @@ def export(
 ) -> list[Path]:
     """Write the script of a chapter, or of every chapter (None), into a folder; return the paths of what was written.
 
-    With an allocation of a cluster, what starts each script there is written too. Raises ExportError where a notebook
-    cannot be exported, or where a file is there with another text, unless ``force``. Nothing is written then.
+    With an allocation of a cluster, files that start each script there are written, too. Raises ExportError if a
+    notebook cannot be exported, or if a file is there with another text, unless ``force``. Nothing is written then.
     """
     if chapter is None:
         notebooks = chapters()
     else:
         notebooks = [find_notebook(chapter)]
-    texts: dict[Path, str] = {}
-    for path in notebooks:
-        for file, text in files_of(path, allocation).items():
-            texts[Path(folder, file)] = text
+    text_of_path: dict[Path, str] = {}
+    for notebook in notebooks:
+        for file_name, text in files_of(notebook, allocation).items():
+            text_of_path[Path(folder, file_name)] = text
     try:
         if not force:
-            for path, text in texts.items():
+            for path, text in text_of_path.items():
                 refuse_other_text(path, text)
         Path(folder).mkdir(parents=True, exist_ok=True)
-        for path, text in texts.items():
+        for path, text in text_of_path.items():
             write_text(path, text)
     except OSError as error:
         what = f"{error.filename} cannot be written: {error.strerror}"
         raise ExportError(f"{what}.\nChoose a folder: --out DIR") from None
-    return list(texts)
+    return list(text_of_path)
 
 
 def export_script(chapter: str | Path, folder: str | Path) -> Path:

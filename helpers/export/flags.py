@@ -27,9 +27,10 @@ class Annotation:
 
 
 def read_flags(parameters: list[Statement]) -> dict[str, str]:
-    """{parameter: the lines of the script that add its flag}, of the parameters cell.
+    """{parameter: the lines of the script that add its flag}, from the statements of a notebook's parameters cell.
 
-    A comment on a line of its own begins a group of flags. Raises ExportError for a line that is not a parameter.
+    For example {"lr": 'add("--lr", 0.1, "learning rate")'}. A comment on a line of its own begins a group of flags.
+    Raises ExportError for a line that is not a parameter.
     """
     flags: dict[str, str] = {}
     for statement in parameters:
@@ -39,16 +40,19 @@ def read_flags(parameters: list[Statement]) -> dict[str, str]:
             name, code = read_flag(statement)
         except (ValueError, KeyError, SyntaxError):
             raise ExportError(f"{label(statement)} is not a parameter. {PATTERN}") from None
-        if name.startswith("_") or name in ("help", "args") or name in flags:
+        is_private = name.startswith("_")
+        is_argparses_own = name in ("help", "args")
+        if is_private or is_argparses_own or name in flags:
             raise ExportError(f"{label(statement)} cannot be a flag of its own. Choose another name.")
         flags[name] = code
     return flags
 
 
 def read_flag(statement: Statement) -> tuple[str, str]:
-    """Read a parameter, ``name: type = value  # help``: its name, and the lines of the script that add its flag.
+    """Read a parameter of a notebook: (its name, the lines of the script that add its flag).
 
-    Raises ValueError, KeyError or SyntaxError for a line that is no parameter.
+    ``lr: float = 0.1  # learning rate`` gives ("lr", 'add("--lr", 0.1, "learning rate")'). Raises ValueError, KeyError
+    or SyntaxError for a statement that is no parameter.
     """
     [node] = ast.parse(statement.code).body  # whose columns count from the line's beginning
     if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name) or node.value is None:

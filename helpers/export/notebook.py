@@ -53,9 +53,10 @@ def label(statement: Statement) -> str:
 
 
 def sort_cells(notebook: NotebookNode, name: str) -> Cells:
-    """Sort a notebook's code cells by their tags. Raises ExportError for a cell of the script that is not Python.
+    """Sort a notebook's code cells by their tags: those with parameters, those of the script, and others.
 
-    Such a cell is a magic, for example. ``name`` is the notebook's, for messages.
+    If no cell has the tag ``export``, all cells are of the script. ``name`` is the notebook's, for messages. Raises
+    ExportError for a cell of the script that is not Python, such as a magic.
     """
     has_tags = any("export" in tags_of(cell) for cell in notebook.cells if cell.cell_type == "code")
     cells = Cells()
@@ -63,9 +64,10 @@ def sort_cells(notebook: NotebookNode, name: str) -> Cells:
         if cell.cell_type != "code":
             continue
         where = f"{name}, cell {number}"
+        is_of_script = "export" in tags_of(cell) or not has_tags
         if "parameters" in tags_of(cell):
             cells.parameters.extend(statements_of(cell, where, has_tags))
-        elif "export" in tags_of(cell) or not has_tags:
+        elif is_of_script:
             cells.exported.extend(statements_of(cell, where, has_tags))
         else:
             cells.words_elsewhere.update(re.findall(r"\w+", cell.source))
@@ -80,18 +82,21 @@ def tags_of(cell: NotebookNode) -> list[str]:
 def statements_of(cell: NotebookNode, where: str, has_tags: bool) -> list[Statement]:
     """The statements of a cell. Raises ExportError for a cell that is not Python.
 
-    ``where`` names the cell in the message. Its advice depends on ``has_tags``: whether the notebook tags its cells.
+    ``where`` names the cell in the message, such as "train, cell 3". ``has_tags`` says whether the notebook tags the
+    cells of its script, so that the message can advise to leave the tag off.
     """
     source = re.sub("\r\n?", "\n", cell.source).strip("\n")
     try:
         return split(source, where)
     except SyntaxError as error:
-        number = error.lineno or 1
-        line = first_line("".join(source.split("\n")[number - 1 : number]))  # none, if the error is behind the end
+        line_number = error.lineno or 1
+        # The slice has one line, or none: an error at the end of the cell may be behind the last line.
+        erroneous_lines = source.split("\n")[line_number - 1 : line_number]
+        line = first_line("".join(erroneous_lines))
         advice = "Delete it, or tag the cells of the script: export."
         if has_tags:
             advice = "Correct it, or move it to a cell that is not tagged export."
-        raise ExportError(f"{where} is not Python in line {number}, `{line}`: {error.msg}. {advice}") from None
+        raise ExportError(f"{where} is not Python in line {line_number}, `{line}`: {error.msg}. {advice}") from None
 
 
 def script_name(notebook: NotebookNode, name: str) -> str:
@@ -107,14 +112,15 @@ def script_name(notebook: NotebookNode, name: str) -> str:
 
 
 def title_and_purpose(notebook: NotebookNode, name: str) -> tuple[str, str]:
-    """What a notebook says it is: its title without the number, and a sentence on what its script does.
+    """(title, purpose): a notebook's title without its number, and a sentence on what its script does.
 
-    The sentence is "This script …", of a chapter's "The script of this chapter …". It is empty if there is none. The
-    title of a notebook without one is ``name``.
+    The sentence is "This script …", made of a chapter's "The script of this chapter …". It is empty if the notebook has
+    no such sentence. A notebook without a title has ``name`` for one.
     """
     markdown = "\n\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
-    markdown = re.sub(r"\{[\w:-]+\}`([^`<]*?)(?: *<[^`>]*>)?`", r"\1", markdown)  # {term}`rank <Rank>`
-    markdown = re.sub(r"\[([^]]*)\]\([^)]*\)|[`*]", r"\1", markdown)  # [text](address), emphasis
+    # Leave only the text of roles such as {term}`rank <Rank>`, of links such as [text](address), and of emphasis.
+    markdown = re.sub(r"\{[\w:-]+\}`([^`<]*?)(?: *<[^`>]*>)?`", r"\1", markdown)
+    markdown = re.sub(r"\[([^]]*)\]\([^)]*\)|[`*]", r"\1", markdown)
     title = name
     heading = re.search(r"^# (?:\d+\. )?(.+)", markdown, re.MULTILINE)
     if heading is not None:

@@ -8,7 +8,7 @@ import builtins
 import functools
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ MODULES = ("process_group", "data", "models", "checkpoint", "stop_request")  # e
 PLUMBING = "process_group"  # the module of helpers/runtime that stands below main
 # Names that each script has for itself, with what they mean there (see meaning_of).
 OWN = {("main", ""), ("parse_args", ""), ("argparse", "import argparse")}
-HARMLESS = {"field", "auto"}  # calls in a class's body that do above main what they do in its cell
+HARMLESS = {"field", "auto"}  # of dataclasses and enum: calls in a class whose result is the same wherever they run
 STOPS = re.compile(r"\b(stop|destroy)_process_group\(")
 # A statement that changes what a later import may find or do.
 SETTING = re.compile(
@@ -59,16 +59,19 @@ def names_read_by(statements: Iterable[Statement]) -> set[str]:
 
 
 def sort_statements(cells: Cells) -> Parts:
-    """The Parts of a notebook's script. Raises ExportError for an import that may not go up.
+    """Sort the statements of a notebook's cells into the parts of its script.
 
-    Imports, definitions and constants that cells bind once and for all stand above main. What cells bind twice, main
-    binds in the notebook's order. What cells import from helpers/runtime is copied.
+    Imports, functions, classes and constants go above main, if their names mean one thing in all of the script. A name
+    that cells bind to two things is bound in main, in the notebook's order. What cells import from helpers/runtime is
+    copied into the script. Raises ExportError for an import that cannot go to the top.
     """
     exported = [statement for statement in cells.exported if not is_notebook_only(statement.node)]
-    from_runtime = names_bound_by(statement for statement in cells.exported if is_copied(statement.node))
-    copies = copied(from_runtime | {"stop_process_group"})
-    below_main = from_runtime & names_bound_by(statement for statement in copies if statement.where == PLUMBING)
-    ambiguous = names_with_two_meanings([*cells.parameters, *exported, *copies])
+    names_from_runtime = names_bound_by(statement for statement in cells.exported if is_copied(statement.node))
+    copies = copied(names_from_runtime | {"stop_process_group"})
+    # The process group's functions come below main, so nothing above main may need them at once.
+    names_of_plumbing = names_bound_by(statement for statement in copies if statement.where == PLUMBING)
+    names_below_main = names_from_runtime & names_of_plumbing
+    ambiguous_names = names_with_two_meanings([*cells.parameters, *exported, *copies])
 
     imports = [statement for statement in cells.parameters if isinstance(statement.node, IMPORT)]
     constants: list[Statement] = []
@@ -76,32 +79,35 @@ def sort_statements(cells: Cells) -> Parts:
     body: list[Statement] = []
     for statement in exported:
         node = statement.node
-        if statement.binds & ambiguous:
+        needs_what_is_below_main = bool(statement.needs & names_below_main)
+        is_comment = not statement.code
+        follows_definition = bool(definitions) and definitions[-1].where == statement.where  # in the same cell
+        if statement.binds & ambiguous_names:
             body.append(statement)
         elif isinstance(node, IMPORT):
             check_order(statement, body, imports)
             imports.append(statement)
-        elif isinstance(node, DEFINITION) and may_go_up(node) and not statement.needs & below_main:
+        elif isinstance(node, DEFINITION) and can_stand_above_main(node) and not needs_what_is_below_main:
             definitions.append(statement)
         elif is_constant(statement):
             constants.append(statement)
-        elif not statement.code and definitions and definitions[-1].where == statement.where:
-            definitions.append(statement)  # comments at the end of a cell, behind its last definition
+        elif is_comment and follows_definition:
+            definitions.append(statement)
         else:
             body.append(statement)
 
     stops_group = any(STOPS.search(statement.code) for statement in [*definitions, *body])
     if not stops_group:
-        from_runtime.add("stop_process_group")
+        names_from_runtime.add("stop_process_group")
         body += split("stop_process_group()")
-    used = names_read_by([*imports, *constants, *definitions, *body])
+    used_names = names_read_by([*imports, *constants, *definitions, *body])
     # An import whose name only cells outside of the script use is left out. One that no cell uses may have an effect.
-    needed_elsewhere = cells.words_elsewhere - used
-    imports = [statement for statement in imports if not statement.binds & needed_elsewhere]
+    names_used_elsewhere = cells.words_elsewhere - used_names
+    imports = [statement for statement in imports if not statement.binds & names_used_elsewhere]
 
     plumbing: list[Statement] = []
     copied_definitions: list[Statement] = []
-    for statement in copied(from_runtime & used):
+    for statement in copied(names_from_runtime & used_names):
         if isinstance(statement.node, IMPORT):
             imports.append(statement)
         elif statement.where == PLUMBING:
@@ -152,38 +158,52 @@ def meaning_of(statement: Statement, name: str) -> str:
     return ast.unparse(node)
 
 
-def check_order(late: Statement, before: list[Statement], imports: list[Statement]) -> None:
-    """Raise ExportError for an import behind a setting such as os.environ: in the script it would stand before it.
+def check_order(late_import: Statement, before: list[Statement], imports: list[Statement]) -> None:
+    """Raise ExportError for an import that comes after a setting such as os.environ["X"] = "1" in the notebook.
 
-    ``before`` are the statements that stay in main although they come before the import in the notebook. An import that
-    is also among ``imports``, which came earlier, has had its effect.
+    In the script the import would go to the top, and so before the setting, on which it may depend.
+
+    before: the statements that stay in main although the notebook has them before the import. imports: the imports that
+    came earlier; one that is among these has had its effect already, so it may be repeated anywhere.
     """
-    if any(ast.unparse(late.node) == ast.unparse(early.node) for early in imports):
+    import_as_text = ast.unparse(late_import.node)
+    if any(ast.unparse(early_import.node) == import_as_text for early_import in imports):
         return
     for statement in before:
         if SETTING.search(statement.code):
-            what = f"{label(late)} goes to the script's top, above `{first_line(statement.code)}`"
+            what = f"{label(late_import)} goes to the script's top, above `{first_line(statement.code)}`"
             raise ExportError(f"{what}. Put imports first; what they depend on, into the shell.")
 
 
-def may_go_up(node: ast.AST) -> bool:
-    """Whether a definition does above main what it does in its cell.
+def can_stand_above_main(definition: ast.AST) -> bool:
+    """Whether a function or a class of a notebook's cell can be defined above the script's main.
 
-    What Python executes when it reads the definition (defaults, bases, a class's body) may call nothing. Decorators
-    may be called: they belong to the definition.
+    There Python reads it before main has run any statement of the notebook. That makes a difference if reading it calls
+    something, as in ``def train(rate=choose_rate())`` or in the body of a class. HARMLESS names calls that are allowed
+    nevertheless. Decorators may be called, as in ``@torch.no_grad()``: they belong to the definition.
     """
-    if isinstance(node, ast.Call):
-        called = ast.unparse(node.func).rpartition(".")[2]
-        if called not in HARMLESS:
-            return False
-    executed: ast.AST = node
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-        executed = node.args  # of a function the defaults alone; its body waits for a call
-    decorators = getattr(node, "decorator_list", [])
-    for part in ast.iter_child_nodes(executed):
-        if part not in decorators and not may_go_up(part):
-            return False
+    for part in parts_executed_at_once(definition):
+        if isinstance(part, ast.Call):
+            called_name = ast.unparse(part.func).rpartition(".")[2]  # "field" for dataclasses.field
+            if called_name not in HARMLESS:
+                return False
     return True
+
+
+def parts_executed_at_once(node: ast.AST) -> Iterator[ast.AST]:
+    """A node of a syntax tree and the nodes in it that Python executes when it reads the node as code.
+
+    The body of a function waits for a call, so only the function's arguments are among them, which have its defaults.
+    Decorators are left out.
+    """
+    yield node
+    parent: ast.AST = node
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        parent = node.args
+    decorators = getattr(node, "decorator_list", [])
+    for child in ast.iter_child_nodes(parent):
+        if child not in decorators:
+            yield from parts_executed_at_once(child)
 
 
 # ---- What is copied
@@ -201,16 +221,17 @@ def is_notebook_only(node: ast.AST) -> bool:
 
 @functools.cache
 def runtime() -> list[Statement]:
-    """The statements of helpers/runtime that bind names. No two of them give one name two meanings.
+    """The statements of all modules of helpers/runtime that bind names. No two of them give one name two meanings.
 
-    Of the comments above a statement only those stay that touch it: others are headings of the file.
+    Above a statement there may be comments. Those that touch it are kept; others are headings of the file.
     """
-    touching = re.compile(r"(?:^#.*\n?)*\Z", re.MULTILINE)
+    comments_that_touch = re.compile(r"(?:^#.*\n?)*\Z", re.MULTILINE)
     statements = []
     for module in MODULES:
-        for statement in split((SOURCES / f"{module}.py").read_text(encoding="utf-8"), module):
+        source = (SOURCES / f"{module}.py").read_text(encoding="utf-8")
+        for statement in split(source, module):
             if statement.binds and not is_copied(statement.node):
-                comment = "".join(touching.findall(statement.above))
+                comment = "".join(comments_that_touch.findall(statement.above))
                 statements.append(replace(statement, above=comment))
     return statements
 
@@ -231,39 +252,51 @@ def copied(names: set[str]) -> list[Statement]:
 def check_names(parts: Parts, parameters: list[Statement]) -> None:
     """Raise ExportError where a statement reads or binds a name that is not the same one in the script.
 
-    In a notebook all names are global. In the script those that main binds are its own: ``args`` and the statements of
-    ``parameters`` are there too.
+    In a notebook all names are global. In the script those that main binds are its own variables, which functions above
+    main cannot read. Among them are ``args`` and the names that the statements of ``parameters`` bind.
     """
+    statements_of_main = [statement for statement in parameters if not isinstance(statement.node, IMPORT)]
+    statements_of_main += parts.body
     bound_above = names_bound_by(parts.above())
-    main = [statement for statement in parameters if not isinstance(statement.node, IMPORT)] + parts.body
-    bound_in_main = {"args"} | names_bound_by(main)
-    for statement in main:
+    for statement in statements_of_main:
         for name in sorted(statement.binds & bound_above):
             raise ExportError(f"{label(statement)} binds {name}, a name that the script needs itself. Rename it.")
     for statement in parts.of_cells():
         is_in_main = statement in parts.body
         check_blocks(statement, is_in_main)
-        for name in sorted(statement.reads):
-            if name in bound_in_main and not is_in_main:
-                cells = dict.fromkeys(binding.where for binding in main if name in binding.binds)
-                what = f"{label(statement)} reads {name}"
-                if cells:
-                    what += f", which {' and '.join(cells)} binds outside of functions"
-                raise ExportError(f"{what}. Pass it as an argument.")
-            if name not in bound_above | bound_in_main | BUILTINS:
-                raise ExportError(f"{label(statement)} reads {name}, which no exported cell binds. Bind it in one.")
+        check_names_read(statement, is_in_main, statements_of_main, bound_above)
+
+
+def check_names_read(
+    statement: Statement, is_in_main: bool, statements_of_main: list[Statement], bound_above: set[str]
+) -> None:
+    """Raise ExportError if a statement reads a variable of main from outside of main, or a name that nothing binds.
+
+    bound_above: the script's global names.
+    """
+    bound_in_main = {"args"} | names_bound_by(statements_of_main)
+    for name in sorted(statement.reads):
+        what = f"{label(statement)} reads {name}"
+        if name in bound_in_main and not is_in_main:
+            cells_that_bind = [binding.where for binding in statements_of_main if name in binding.binds]
+            if cells_that_bind:
+                each_cell_once = dict.fromkeys(cells_that_bind)
+                what += f", which {' and '.join(each_cell_once)} binds outside of functions"
+            raise ExportError(f"{what}. Pass it as an argument.")
+        if name not in bound_above | bound_in_main | BUILTINS:
+            raise ExportError(f"{what}, which no exported cell binds. Bind it in one.")
 
 
 def check_blocks(statement: Statement, is_in_main: bool) -> None:
-    """Raise ExportError for what a statement may not hold inside of it, such as in the body of a function or an ``if``.
+    """Raise ExportError for what a statement may not have inside of it, as in the body of a function or of an ``if``.
 
-    It may not import what the script does not have, nor import everything with a star, which Python allows at the top
-    of a file alone. In main, which is a function, a name of the notebook cannot be ``global``.
+    These are an import of what the script does not have, a star import, which Python allows at the top of a file alone,
+    and in main a ``global`` name, because main is a function, in which the notebook's names are local.
     """
     for node in ast.walk(statement.node):
-        is_star = isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
+        is_star_import = isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
         is_inside = node is not statement.node
-        if is_notebook_only(node) or (is_star and is_inside):
+        if is_notebook_only(node) or (is_star_import and is_inside):
             raise ExportError(f"{label(statement)} has `{ast.unparse(node)}` in a block. Import it at the top.")
         if isinstance(node, ast.Global) and is_in_main:
             what = f"{label(statement)} has `{ast.unparse(node)}`, and the script puts the cells into a function"

@@ -55,32 +55,39 @@ def check_launching(statements: list[Statement]) -> None:
 
 
 def check_launchers(statement: Statement, values: Values) -> None:
-    """Raise ExportError for a call that starts ranks, also by a program such as torchrun."""
+    """Raise ExportError for a call that starts ranks: mp.spawn(…) and its like, or one of a program such as torchrun.
+
+    values: what the notebook assigns to each name, because a command may be kept in a variable.
+    """
     launcher = LAUNCHERS.search(ast.unparse(statement.node))
     if launcher is not None:
         why = f"starts ranks by {launcher[1]}, and torchrun starts a script's"
         raise ExportError(f"{label(statement)} {why}. Leave it out, and call the function.")
     for call in calls_in(statement.node):
         if name_of(call.func) in RUNS_A_PROGRAM:
-            # A command may be a list of words: without quotation marks and commas it is a line of words too.
-            words = re.sub(r"[',\[\]]+ *", " ", ast.unparse(with_values(call, values)))
-            program = PROGRAMS.search(words)
+            # The command may be a list, such as ["torchrun", "train.py"]. Without quotation marks and commas it reads
+            # like a line of a shell.
+            command = re.sub(r"[',\[\]]+ *", " ", ast.unparse(with_values(call, values)))
+            program = PROGRAMS.search(command)
             if program is not None:
                 why = f"starts ranks by {program[1]}, and the exported script is started by torchrun itself"
                 raise ExportError(f"{label(statement)} {why}. Leave it out, and train in the notebook's cells.")
 
 
 def check_start_call(statement: Statement, call: ast.Call, values: Values) -> None:
-    """Raise ExportError for a call of init_process_group that numbers the ranks, or says where they meet."""
+    """Raise ExportError for a call of init_process_group that numbers the ranks, or says where they meet.
+
+    values: what is assigned to each name where the call is.
+    """
     arguments = start_arguments(with_values(call, values))
-    fixed = []
+    fixed_arguments = []
     for name in ("init_method", "rank", "world_size", "store"):
         if name in arguments and is_fixed(name, arguments[name]):
-            fixed.append(f"{name}={first_line(ast.unparse(arguments[name]))}")
-    if fixed:
-        what = f"fixes {', '.join(fixed)}, which torchrun says to each rank"
-        mend = "Leave it out, and read dist.get_rank() and dist.get_world_size() after the call"
-        raise ExportError(f"{label(statement)} {what}. {mend}.")
+            fixed_arguments.append(f"{name}={first_line(ast.unparse(arguments[name]))}")
+    if fixed_arguments:
+        what = f"fixes {', '.join(fixed_arguments)}, which torchrun says to each rank"
+        advice = "Leave it out, and read dist.get_rank() and dist.get_world_size() after the call"
+        raise ExportError(f"{label(statement)} {what}. {advice}.")
 
 
 def is_fixed(name: str, value: ast.expr) -> bool:
@@ -94,38 +101,50 @@ def is_fixed(name: str, value: ast.expr) -> bool:
 
 
 def check_numbers(statement: Statement, values: Values) -> None:
-    """Raise ExportError for ``rank = 0`` or ``world_size = 1``, which every rank would take for its own."""
-    node = statement.node
-    for name in sorted(statement.binds & {"rank", "local_rank", "world_size"}):
-        numbers = [literal_int(value) for value in values.get(name, [])]
-        # A matrix may have a rank, but not rank 0. A name that is bound again gets its right value there.
-        is_rank_0 = name != "world_size" and set(numbers) == {0}
-        is_size = name == "world_size" and None not in numbers
-        if isinstance(node, ast.Assign | ast.AnnAssign) and (is_rank_0 or is_size):
+    """Raise ExportError for a statement such as ``rank = 0`` or ``world_size = 1``, which is wrong on other ranks.
+
+    values: what the notebook assigns to each name. A name that it also assigns something else is not refused, because
+    that may be the right value.
+    """
+    if not isinstance(statement.node, ast.Assign | ast.AnnAssign):
+        return
+    right_value = {
+        "rank": "dist.get_rank(), after init_process_group",
+        "local_rank": 'int(os.environ["LOCAL_RANK"])',
+        "world_size": "dist.get_world_size(), after init_process_group",
+    }
+    for name in sorted(statement.binds & right_value.keys()):
+        numbers = [literal_int(value) for value in values.get(name, [])]  # None for what is no number
+        if name == "world_size":
+            is_wrong = None not in numbers
+        else:
+            is_wrong = set(numbers) == {0}  # A matrix may have a rank, too, but not rank 0.
+        if is_wrong:
             what = f"{label(statement)} gives every rank the same {name}"
-            source = {
-                "rank": "dist.get_rank(), after init_process_group",
-                "local_rank": 'int(os.environ["LOCAL_RANK"])',
-                "world_size": "dist.get_world_size(), after init_process_group",
-            }[name]
-            raise ExportError(f"{what}. Write {name} = {source}.")
+            raise ExportError(f"{what}. Write {name} = {right_value[name]}.")
 
 
 def check_start(statements: list[Statement], name: str) -> None:
-    """Raise ExportError unless torchrun's ranks would meet in a process group, and exchange something if they train."""
+    """Raise ExportError for a script whose ranks would not train together: each would train a model of its own.
+
+    Either no statement starts a process group, or the script trains and no name in it says that ranks exchange
+    gradients. name: the script's, for the message.
+    """
     calls = list(chain.from_iterable(calls_in(statement.node) for statement in statements))
     if not any(name_of(call.func) in STARTS for call in calls):
         why = "starts no process group: N ranks would train N models"
         raise ExportError(f"{name} {why}. Call torch.distributed.init_process_group() in an exported cell.")
 
     packages = set(chain.from_iterable(packages_of(statement.node) for statement in statements))
-    if packages - LIBRARIES - sys.stdlib_module_names - {"helpers"}:
-        return  # another package may average the gradients
+    unknown_packages = packages - LIBRARIES - sys.stdlib_module_names - {"helpers"}
+    if unknown_packages:
+        return  # One of them may average the gradients.
     names = set(chain.from_iterable(names_in(statement.node) for statement in statements))
     if any(COMMUNICATES.search(name) for name in names):
         return
     for statement in statements:
-        if any(name_of(call.func) == "backward" for call in calls_in(statement.node)):
+        trains = any(name_of(call.func) == "backward" for call in calls_in(statement.node))
+        if trains:
             why = "trains, but no cell exchanges gradients: N ranks would train N models"
             raise ExportError(f"{label(statement)} {why}. Wrap the model: DistributedDataParallel(model).")
 
@@ -167,39 +186,50 @@ def literal_int(value: ast.expr | None) -> int | None:
 
 
 def start_calls(statement: Statement, statements: list[Statement], values: Values) -> Iterator[tuple[ast.Call, Values]]:
-    """The calls of init_process_group in a statement, each with the values of the names there.
+    """Find the calls of init_process_group in a statement. Yields each with what is assigned to each name there.
 
-    In a function its parameters have the values with which the cells call the function, and its own variables theirs.
+    If the statement defines a function, its parameters have the values with which ``statements`` call the function, and
+    its own variables those that it assigns. values: what the notebook assigns to each name.
     """
-    values_there = dict(values)
+    values_at_call = dict(values)
     node = statement.node
     if isinstance(node, ast.FunctionDef):
-        values_there.update(parameter_values(node, statements))
-        values_there.update(assigned(node.body))
+        values_at_call.update(parameter_values(node, statements))
+        values_at_call.update(assigned(node.body))
     for call in calls_in(node):
         if name_of(call.func) == "init_process_group":
-            yield call, values_there
+            yield call, values_at_call
 
 
 def parameter_values(function: ast.FunctionDef, statements: list[Statement]) -> Values:
-    """The values of a function's parameters: those that the cells' calls give, and else the defaults."""
+    """{parameter: its values} of a function: what each call in these statements gives, or else the default.
+
+    For example {"rank": [<0>], "backend": [<"gloo">]} for ``def setup(rank, backend="gloo")`` and the call
+    ``setup(0)``, where <0> is the expression. A value is None if a call gives it in another way, as by ``*args``.
+    """
     parameters = [parameter.arg for parameter in [*function.args.args, *function.args.kwonlyargs]]
     values: Values = {name: [] for name in parameters}
     defaults = function.args.defaults
-    with_defaults = function.args.args[len(function.args.args) - len(defaults) :]
-    default_values = {parameter.arg: value for parameter, value in zip(with_defaults, defaults, strict=True)}
+    # Only the last ones of the positional parameters have defaults.
+    number_without_default = len(function.args.args) - len(defaults)
+    parameters_with_default = parameters[number_without_default : len(function.args.args)]
+    default_of = dict(zip(parameters_with_default, defaults, strict=True))
     for call in chain.from_iterable(calls_in(statement.node) for statement in statements):
         if name_of(call.func) != function.name:
             continue
-        given = {**default_values, **dict(zip(parameters, call.args, strict=False))}
-        given.update({keyword.arg: keyword.value for keyword in call.keywords if keyword.arg})
+        positional = dict(zip(parameters, call.args, strict=False))
+        by_keyword = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+        given: dict[str, ast.expr] = {**default_of, **positional, **by_keyword}
         for name in parameters:
             values[name].append(given.get(name))
     return values
 
 
 def start_arguments(call: ast.Call) -> dict[str, ast.expr]:
-    """The arguments of a call of init_process_group by their names, also those of ``**{...}`` and ``**dict(...)``."""
+    """{name: expression} of all arguments of a call of init_process_group.
+
+    They may be positional, by name, or in a dict: ``**{"rank": 0}`` or ``**dict(rank=0)``.
+    """
     arguments = dict(zip(START_PARAMETERS, call.args, strict=False))
     for keyword in call.keywords:
         value = keyword.value
@@ -210,7 +240,9 @@ def start_arguments(call: ast.Call) -> dict[str, ast.expr]:
                 if isinstance(key, ast.Constant):
                     arguments[str(key.value)] = item
         elif isinstance(value, ast.Call) and name_of(value.func) == "dict":
-            arguments.update({item.arg: item.value for item in value.keywords if item.arg})
+            for item_of_dict in value.keywords:
+                if item_of_dict.arg:
+                    arguments[item_of_dict.arg] = item_of_dict.value
     return arguments
 
 
@@ -218,7 +250,11 @@ def start_arguments(call: ast.Call) -> dict[str, ast.expr]:
 
 
 def assigned(nodes: Iterable[ast.AST]) -> Values:
-    """What statements assign to each name. Functions and classes bind their names, and keep their own variables."""
+    """{name: the expressions that these statements assign to it, in order}, also by statements inside of them.
+
+    An expression is None if a statement binds the name in another way, such as by a loop. Functions and classes bind
+    their own names; the variables inside of them are others, and are left out.
+    """
     values: Values = {}
     for node in nodes:
         if isinstance(node, DEFINITION):
@@ -226,11 +262,11 @@ def assigned(nodes: Iterable[ast.AST]) -> Values:
             continue
         if isinstance(node, IMPORT):
             continue
-        for target, value in targets_and_values(node):
-            values.setdefault(target, []).append(value)
+        for name, value in targets_and_values(node):
+            values.setdefault(name, []).append(value)
         values_inside = assigned(ast.iter_child_nodes(node))
-        for target, inside in values_inside.items():
-            values.setdefault(target, []).extend(inside)
+        for name, inside in values_inside.items():
+            values.setdefault(name, []).extend(inside)
     return values
 
 
@@ -248,15 +284,18 @@ def targets_and_values(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
 
 
 def pairs(target: ast.expr, value: ast.expr | None) -> Iterator[tuple[str, ast.expr | None]]:
-    """(name, value) of an assignment, or several of one like ``rank, world_size = 0, 1``."""
+    """Yields (name, expression) of an assignment; several for one such as ``rank, world_size = 0, 1``.
+
+    The expression is None if it cannot be told which one a name gets, as in ``rank, world_size = setup()``.
+    """
     if isinstance(target, ast.Name):
         yield target.id, value
     elif isinstance(target, ast.Tuple | ast.List):
-        parts: list[ast.expr | None] = [None] * len(target.elts)
+        inner_values: list[ast.expr | None] = [None] * len(target.elts)
         if isinstance(value, ast.Tuple | ast.List) and len(value.elts) == len(target.elts):
-            parts = list(value.elts)
-        for inner_target, part in zip(target.elts, parts, strict=True):
-            yield from pairs(inner_target, part)
+            inner_values = list(value.elts)
+        for inner_target, inner_value in zip(target.elts, inner_values, strict=True):
+            yield from pairs(inner_target, inner_value)
 
 
 def with_values(node: Node, values: Values) -> Node:

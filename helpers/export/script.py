@@ -35,15 +35,18 @@ def script_from_notebook(notebook: NotebookNode, name: str, tested_with: Sequenc
     parts = sort_statements(cells)
     check_names(parts, cells.parameters)
     check_start(parts.of_cells(), name)
+
     title, purpose = title_and_purpose(notebook, name)
-    names = names_bound_by(parts.definitions)
-    imports = [*(statement.text for statement in parts.imports), "import argparse"]
+    defined_names = names_bound_by(parts.definitions)
+    stops = "StopRequest" in defined_names
+    lines_of_imports = [*(statement.text for statement in parts.imports), "import argparse"]
+    each_import_once = dict.fromkeys(lines_of_imports)
     sections = [
-        docstring(title, purpose, name, list(flags), tested_with, stops="StopRequest" in names),
-        "\n".join(dict.fromkeys(imports)),  # each once, in their order
+        docstring(title, purpose, name, list(flags), tested_with, stops),
+        "\n".join(each_import_once),
         "\n".join(statement.text for statement in parts.definitions),
         f"def main(args):\n{indented(main_body(parts.body, list(flags)))}",
-        parse_args_text(flags, adds="add_flags" in names, reads="read_args" in names),
+        parse_args_text(flags, adds="add_flags" in defined_names, reads="read_args" in defined_names),
         "\n".join(statement.text for statement in parts.plumbing),
         'if __name__ == "__main__":\n    main(parse_args())',
     ]
@@ -56,35 +59,35 @@ def script_from_notebook(notebook: NotebookNode, name: str, tested_with: Sequenc
 
 
 def main_body(body: list[Statement], parameters: list[str]) -> str:
-    """The statements of the script's main, cell by cell, as text.
+    """The text of the script's main, from the statements of the notebook's cells.
 
-    A parameter of the notebook is a flag of the script, and main reads it as args.NAME where that means the same. The
-    others are assigned at the top, NAME = args.NAME: such as one that a statement changes.
+    A parameter of the notebook, such as ``lr``, is a flag of the script, and main reads it as ``args.lr``. If a
+    statement also assigns the name, or if its text cannot be changed safely, main begins with ``lr = args.lr`` instead.
     """
-    rebound = names_bound_by(body)
+    assigned_names = names_bound_by(body)
     for statement in body:
-        rebound |= statement.local_names
-    replaceable: set[str] = set()
-    if "args" not in rebound:
-        for name in set(parameters) - rebound:
+        assigned_names |= statement.local_names
+    read_from_args: set[str] = set()  # the parameters that become args.NAME in the text
+    if "args" not in assigned_names:
+        for name in set(parameters) - assigned_names:
             if all(with_arguments(statement.code, {name}) is not None for statement in body):
-                replaceable.add(name)
+                read_from_args.add(name)
 
-    read = names_read_by(body)
-    lines = [f"{name} = args.{name}" for name in parameters if name in read - replaceable]
+    needed_at_top = names_read_by(body) - read_from_args
+    lines = [f"{name} = args.{name}" for name in parameters if name in needed_at_top]
     if lines:
         lines.append("")
     for statement in body:
         starts_paragraph = statement.above.strip(" ").startswith("\n")
         if starts_paragraph and lines and lines[-1]:
             lines.append("")
-        code = with_arguments(statement.code, replaceable) or statement.code
+        code = with_arguments(statement.code, read_from_args) or statement.code
         lines.append(replace(statement, code=code).text)
     return "\n".join(lines).strip("\n")
 
 
 def with_arguments(code: str, names: set[str]) -> str | None:
-    """The code with ``args.NAME`` for each of the names; None where the replaced text would mean something else.
+    """The code with ``args.NAME`` for each of the names; None if that code would mean something else.
 
     It is replaced in the text, and not in the syntax tree, because the reader's comments and line breaks have to stay.
     """
@@ -95,7 +98,9 @@ def with_arguments(code: str, names: set[str]) -> str | None:
     lines = [line.encode() for line in code.split("\n")]  # ast's columns count bytes
     for node in nodes:
         line = lines[node.lineno - 1]
-        lines[node.lineno - 1] = line[: node.col_offset] + b"args." + line[node.col_offset :]
+        before_name = line[: node.col_offset]
+        from_name_on = line[node.col_offset :]
+        lines[node.lineno - 1] = before_name + b"args." + from_name_on
     # Some texts do not take the replacement: f"{lr=}" prints its own text, and before Python 3.12 some positions inside
     # f-strings are wrong. So the new code, with the old names put back, has to be the old code.
     try:
@@ -103,8 +108,8 @@ def with_arguments(code: str, names: set[str]) -> str | None:
         new_tree = ast.parse(new_code)
     except (SyntaxError, UnicodeDecodeError):
         return None
-    with_old_names = ArgumentsToNames().visit(new_tree)
-    if ast.dump(with_old_names) != ast.dump(tree):
+    tree_with_old_names = ArgumentsToNames().visit(new_tree)
+    if ast.dump(tree_with_old_names) != ast.dump(tree):
         return None
     return new_code
 
@@ -204,21 +209,24 @@ def indented(code: str) -> str:
 
 
 def with_short_lines(script: str) -> str:
-    """The script without formatters' comments; a comment at the end of a line that is too long goes above the line."""
+    """Move a comment at the end of a line that is too long above the line, and leave out comments for formatters.
+
+    These are comments such as ``# fmt: skip``. ``script`` is the text of a script.
+    """
     lines = script.split("\n")
     lines_in_strings = in_strings(script)
     for token in tokenize.generate_tokens(io.StringIO(script).readline):
         if token.type != tokenize.COMMENT:
             continue
-        number, column = token.start
-        line = lines[number - 1]
+        line_number, column = token.start
+        line = lines[line_number - 1]
         code = line[:column].rstrip()
         is_for_formatters = re.match(r"# *(fmt|isort) *:", token.string)
         if is_for_formatters:
-            lines[number - 1] = code
-        elif code and len(line) > WIDTH and number not in lines_in_strings:
+            lines[line_number - 1] = code
+        elif code and len(line) > WIDTH and line_number not in lines_in_strings:
             indent = code[: len(code) - len(code.lstrip())]
-            lines[number - 1] = f"{indent}{token.string}\n{code}"
+            lines[line_number - 1] = f"{indent}{token.string}\n{code}"
     return "\n".join(lines)
 
 

@@ -90,16 +90,18 @@ def write_record(record: Record, file: Path) -> None:
 
 
 def add_page(record: Record, page: str, of_code: str, run: Run) -> None:
-    """Add a run of a page whose code has the fingerprint ``of_code``.
+    """Add a run in which a page passed to the record.
 
-    It takes the place of an older run with the same versions, and of all runs of other code.
+    It takes the place of an older run with the same versions, and of all runs of other code. ``page`` is its name, such
+    as book/intro, and ``of_code`` the fingerprint of its code.
     """
     runs = [run]
     known = record.pages.get(page)
     if known is not None and known.fingerprint == of_code:
-        for other in known.runs:
-            if (other.torch, other.python) != (run.torch, run.python):
-                runs.append(other)
+        for older_run in known.runs:
+            has_same_versions = (older_run.torch, older_run.python) == (run.torch, run.python)
+            if not has_same_versions:
+                runs.append(older_run)
     runs.sort(key=lambda run: (version_key(run.torch), version_key(run.python)))
     record.pages[page] = PageRecord(of_code, runs)
 

@@ -32,20 +32,24 @@ def overlap_schedule(
     Returns spans in milliseconds. Their lane is "compute" or "network", their label "forward", "backward",
     "all-reduce", "wait" (the communication that nothing hides) or "step".
     """
-    sent_share = 2 * (world_size - 1) / world_size
-    sending = sent_share * (MEGABYTES / buckets) / gigabytes_per_second  # MB / (GB/s) = ms
-    all_reduce = milliseconds_of_latency + sending
+    megabytes_of_bucket = MEGABYTES / buckets
+    # In a ring, a rank sends (N - 1) / N of a bucket to add it up, and as much again to spread the sum.
+    megabytes_sent = 2 * (world_size - 1) / world_size * megabytes_of_bucket
+    milliseconds_to_send = megabytes_sent / gigabytes_per_second  # 1 GB/s is 1 MB/ms
+    milliseconds_of_all_reduce = milliseconds_of_latency + milliseconds_to_send
+    milliseconds_of_backward = BACKWARD / buckets  # for the gradients of one bucket
+
     schedule = [Span("compute", 0, FORWARD, "forward")]
     all_reduce_end: float = 0  # of the bucket before
     for bucket in range(buckets):
-        backward_start = FORWARD + BACKWARD * bucket / buckets
-        backward_end = FORWARD + BACKWARD * (bucket + 1) / buckets
+        backward_start = FORWARD + bucket * milliseconds_of_backward
+        backward_end = FORWARD + (bucket + 1) * milliseconds_of_backward
         schedule.append(Span("compute", backward_start, backward_end, "backward"))
         # An all-reduce waits for its bucket's gradients, and for the network, which the bucket before may still use.
         all_reduce_start = max(backward_end, all_reduce_end)
-        all_reduce_end = all_reduce_start + all_reduce
+        all_reduce_end = all_reduce_start + milliseconds_of_all_reduce
         schedule.append(Span("network", all_reduce_start, all_reduce_end, "all-reduce"))
-    # The last all-reduce waits for the last gradients, so it ends after backward.
+    # The last all-reduce begins when backward has ended, and the optimizer's step begins when it has ended.
     schedule.append(Span("compute", FORWARD + BACKWARD, all_reduce_end, "wait"))
     schedule.append(Span("compute", all_reduce_end, all_reduce_end + OPTIMIZER_STEP, "step"))
     return schedule
@@ -80,20 +84,19 @@ PARTS = {  # label of a span: its name in the legend
 def ddp_overlap(
     world_size: int = 4, buckets: int = 4, gigabytes_per_second: float = 10, milliseconds_of_latency: float = 0.05
 ) -> Figure:
-    """A Figure: a timeline of one DDP step on every rank, and how long it waits with each number of buckets.
+    """A Figure of one DDP step: a timeline of every rank, and below it a bar for the wait with each number of buckets.
 
-    The time axis is the same for any ``world_size`` and ``buckets``, so that a reader can compare frames.
+    The time axis is the same for any ``world_size`` and ``buckets``, so that a reader can compare the figures.
     """
+    axis_end: float = 0  # milliseconds: the end of the slowest step that a reader can choose
+    waits = {}  # {number of buckets: milliseconds}
     very_many_ranks = 10**6  # the time of an all-reduce grows with the ranks, up to a limit that it has reached here
-    axis_end: float = 0  # milliseconds
     for count in BUCKET_COUNTS:
         slowest = overlap_schedule(very_many_ranks, count, gigabytes_per_second, milliseconds_of_latency)
         axis_end = max(axis_end, slowest[-1].end)
+        waits[count] = exposed(overlap_schedule(world_size, count, gigabytes_per_second, milliseconds_of_latency))
     pixels_per_ms = (RIGHT - LEFT) / axis_end
     schedule = overlap_schedule(world_size, buckets, gigabytes_per_second, milliseconds_of_latency)
-    waits = {}  # {number of buckets: milliseconds}
-    for count in BUCKET_COUNTS:
-        waits[count] = exposed(overlap_schedule(world_size, count, gigabytes_per_second, milliseconds_of_latency))
 
     height_above_the_bars = BOTTOM + 56
     fig, ax = canvas(660, height_above_the_bars + ROW * len(BUCKET_COUNTS))
@@ -150,20 +153,27 @@ def draw_phases(ax: Axes, schedule: Sequence[Span], pixels_per_ms: float) -> Non
 
 
 def draw_rank(ax: Axes, rank: int, world_size: int, schedule: Sequence[Span], pixels_per_ms: float) -> None:
-    """Draw what a rank computes, and below it its all-reduces. All ranks together are in the middle of the timeline."""
+    """Draw one rank of the timeline: a row of boxes for what it computes, and below it a row for its all-reduces.
+
+    y grows downwards. All ranks together are in the middle between TOP and BOTTOM.
+    """
     rank_height = min((BOTTOM - TOP) / world_size, MAX_RANK_HEIGHT)
-    # From the top, a rank has a gap of 0.08 of its height, 0.5 for the computation, 0.04, and 0.3 for all-reduces.
-    compute_y = (TOP + BOTTOM) / 2 + (rank - world_size / 2 + 0.08) * rank_height
-    network_y = compute_y + 0.54 * rank_height
+    top_of_all_ranks = (TOP + BOTTOM) / 2 - world_size / 2 * rank_height
+    top_of_rank = top_of_all_ranks + rank * rank_height
+    # The shares of a rank's height: a gap of 0.08, a row of 0.5, a gap of 0.04, a row of 0.3. The rest is empty.
+    compute_y = top_of_rank + 0.08 * rank_height
+    compute_height = 0.5 * rank_height
+    network_y = compute_y + (0.5 + 0.04) * rank_height
+    network_height = 0.3 * rank_height
     half_a_letter = 5  # from the middle of a text down to its baseline
-    ax.text(LEFT - LABEL_GAP, compute_y + rank_height / 4 + half_a_letter, f"rank {rank}", ha="right")
+    ax.text(LEFT - LABEL_GAP, compute_y + compute_height / 2 + half_a_letter, f"rank {rank}", ha="right")
     labels = dict.fromkeys(span.label for span in schedule)  # each once, in the order of the schedule
     for label in labels:
         y = compute_y
-        height = 0.5 * rank_height
+        height = compute_height
         if label == "all-reduce":
             y = network_y
-            height = 0.3 * rank_height
+            height = network_height
         rectangles = []
         for span in schedule:
             if span.label == label:
@@ -189,9 +199,9 @@ def draw_time_axis(ax: Axes, axis_end: float, pixels_per_ms: float) -> None:
 
 
 def draw_waits(ax: Axes, waits: dict[int, float], buckets: int, pixels_per_ms: float) -> None:
-    """Draw a bar for each of ``waits``, {number of buckets: milliseconds}, below the timeline and on its scale.
+    """Draw bars that show how long a step waits with each number of buckets, below the timeline and on its scale.
 
-    The number of buckets that the timeline shows, ``buckets``, stands out.
+    ``waits`` is {number of buckets: milliseconds}. The bar of ``buckets``, the number that the timeline shows, is dark.
     """
     ax.text(LEFT, BOTTOM + 47, "waiting, by number of buckets")
     row_top = BOTTOM + 54
@@ -214,12 +224,16 @@ def draw_waits(ax: Axes, waits: dict[int, float], buckets: int, pixels_per_ms: f
 
 @style()
 def replicas() -> Figure:
-    """A Figure of DDP's idea: each rank has a shard and a gradient, in its colour, and the same model, in ink."""
-    fig, ax = canvas(660, 352)
+    """A Figure of DDP's idea, with a column for each of four ranks, and from top to bottom what happens in a step.
+
+    A rank's own shard of the batch and its own gradient have the rank's colour. What is equal on all ranks is in ink:
+    the model, the mean of the gradients, and the weights after the step.
+    """
+    fig, ax = canvas(660, 352)  # all numbers below are pixels, and y grows downwards
     world_size = 4
-    left = 128
-    width = 120  # of a rank's column
-    gap = 14
+    left = 128  # of the first column
+    width = 120  # of a column
+    gap = 14  # between two columns
     right = left + world_size * (width + gap) - gap
 
     ax.text(0, 47, "its shard")
@@ -230,7 +244,7 @@ def replicas() -> Figure:
     ax.text(0, 278, "all-reduce")
     ax.text(0, 332, "the same step")
 
-    shared: dict[str, Any] = {"facecolor": (INK, 0.1), "edgecolor": INK, "linewidth": 1}
+    shared: dict[str, Any] = {"facecolor": (INK, 0.1), "edgecolor": INK, "linewidth": 1}  # equal on all ranks
     for rank in range(world_size):
         x = left + rank * (width + gap)
         center = x + width / 2

@@ -129,10 +129,11 @@ def boxes(ax: Axes, rectangles: Sequence[tuple[float, float, float, float]], **l
 
 @style()
 def lines(series: Mapping[int | str, Sequence[float]], x: Sequence[float], xlabel: str, ylabel: str) -> Figure:
-    """Curves over a shared x axis.
+    """A Figure of curves over a shared x axis.
 
-    ``series`` is {name: y values}, each as long as ``x``. A name that is an int is a rank and has the rank's colour.
-    At most four other names are drawn in ink, with different dashes. ``xlabel`` and ``ylabel`` name their units.
+    ``series`` is {name: y values}, each as long as ``x``. A name that is an int is a rank, whose curve has the rank's
+    colour. Other curves are in ink, and up to four of them have different dashes. ``xlabel`` and ``ylabel`` say what
+    the axes show, with the unit.
     """
     fig = figure(440, 260, layout="constrained")
     ax = fig.add_subplot()
@@ -148,7 +149,7 @@ def lines(series: Mapping[int | str, Sequence[float]], x: Sequence[float], xlabe
     if len(series) > 1:
         columns = min(len(series), 4)
         letters = sum(len(str(name)) for name in series)
-        if columns == 4 and letters > LETTERS_IN_A_ROW:
+        if columns == 4 and letters > LETTERS_IN_A_ROW:  # the legend would be wider than the figure
             columns = 2
         fig.legend(loc="outside upper left", ncols=columns, handlelength=1.6, columnspacing=1.4)
     return fig
@@ -156,10 +157,10 @@ def lines(series: Mapping[int | str, Sequence[float]], x: Sequence[float], xlabe
 
 @style()
 def bars(values: Mapping[int | str, float], xlabel: str, number: str = "{:.3g}") -> Figure:
-    """A Figure of horizontal bars, the first at the top, each with its number.
+    """A Figure of horizontal bars, the first at the top, each with its number behind it.
 
-    ``values`` is {name: length}. A name that is an int is a rank and has the rank's colour. ``xlabel`` names the unit;
-    ``number`` is the format of the numbers.
+    ``values`` is {name: length}. A name that is an int is a rank, whose bar has the rank's colour. ``xlabel`` says what
+    the lengths are, with the unit, and ``number`` is the format in which they are written.
     """
     fig = figure(440, 75 + 34 * len(values), layout="constrained")  # 75 pixels for the axis, 34 for each bar
     ax = fig.add_subplot()
@@ -183,33 +184,40 @@ def bars(values: Mapping[int | str, float], xlabel: str, number: str = "{:.3g}")
 
 @style()
 def timeline(spans: Mapping[int, Sequence[Span]], xlabel: str) -> Figure:
-    """A Figure of what each rank did at which time, with a row for each of the rank's lanes.
+    """A Figure of what each rank did at which time, with a row for each lane of each rank.
 
-    ``spans`` is {rank: [(lane, start, end, label)]}, with times in the unit that ``xlabel`` names. The lanes have the
-    order in which they first appear. Bars of the first lane are pale, and those of the others are dark.
+    ``spans`` is {rank: [(lane, start, end, label), …]}, such as {0: [("compute", 0.0, 2.5, "forward")]}, with times in
+    the unit that ``xlabel`` names. The lanes are in the order in which they first appear. Bars of the first lane are
+    pale, and those of the others are dark.
     """
-    lanes: list[str] = []
-    for spans_of_rank in spans.values():
-        for span in spans_of_rank:
-            lane = Span(*span).lane  # plain tuples will do, too
-            if lane not in lanes:
-                lanes.append(lane)
+    lanes = lanes_of(spans)
     rows = [(rank, lane) for rank in spans for lane in lanes]
     fig = figure(600, 70 + 32 * len(rows), layout="constrained")  # 70 pixels for the axis, 32 for each row
     ax = fig.add_subplot()
     for row, (rank, lane) in enumerate(rows):
         color = rank_color(rank)
-        opacity = 0.85
-        if lane == lanes[0]:
-            opacity = 0.25
+        is_first_lane = lane == lanes[0]
+        opacity = 0.25 if is_first_lane else 0.85
         look: dict[str, Any] = {"facecolor": (color, opacity), "edgecolor": color, "linewidth": 1}
-        for span in (Span(*fields) for fields in spans[rank]):
+        for fields in spans[rank]:
+            span = Span(*fields)  # plain tuples will do, too
             if span.lane == lane:
                 ax.barh(row, span.end - span.start, height=0.7, left=span.start, **look)
     label_rows(ax, [f"rank {rank}, {lane}" for rank, lane in rows], xlabel)
     ax.grid(axis="x")
     ax.set_axisbelow(True)
     return fig
+
+
+def lanes_of(spans: Mapping[int, Sequence[Span]]) -> list[str]:
+    """The names of all lanes of ``spans``, {rank: its spans}, each once, in the order in which they first appear."""
+    lanes: list[str] = []
+    for spans_of_rank in spans.values():
+        for fields in spans_of_rank:
+            lane = Span(*fields).lane
+            if lane not in lanes:
+                lanes.append(lane)
+    return lanes
 
 
 def label_rows(ax: Axes, names: list[str], xlabel: str) -> None:
@@ -267,10 +275,11 @@ def figure_html(views: str, caption: str = "", controls: str = "", script: str =
 
 
 def view(fig: Figure, alt: str, measured: bool = False, salt: str = "", visible: bool = True) -> str:
-    """A Figure as a ``<div>`` with its SVG, which screen readers read as ``alt``.
+    """A Figure as HTML: a ``<div>`` with its SVG, in place of which a screen reader reads the text ``alt``.
 
-    A figure with sliders has a view for each frame, of which one is ``visible``. Raises TypeError where ``fig`` is not
-    a Figure, and ValueError for an empty ``alt``.
+    ``measured`` marks a figure whose numbers differ from run to run. ``salt`` makes the ids in the SVG unique. A figure
+    with sliders has a view for each position of them, of which only one is ``visible``. Raises TypeError if ``fig`` is
+    not a Figure, and ValueError if ``alt`` is empty.
     """
     if not isinstance(fig, Figure):
         raise TypeError(f"A matplotlib Figure was expected, not {type(fig).__name__}. Pass the figure, not its axes.")
@@ -283,8 +292,8 @@ def view(fig: Figure, alt: str, measured: bool = False, salt: str = "", visible:
     classes = "wso-view"
     if visible:
         classes = "wso-view wso-on"
-    # The style sheet shows a visible view in spite of hidden="hidden". Where JupyterLab has removed the style sheet
-    # together with the drawing, no empty box is left.
+    # The style sheet shows a visible view in spite of hidden="hidden". JupyterLab removes the style sheet and the
+    # drawing of a notebook that it does not trust: then the attribute hides the box, which would be empty.
     return (
         f'<div class="{classes}" hidden="hidden" role="img" tabindex="0" aria-label="{html.escape(alt)}">'
         f"{drawing}</div>"
@@ -292,10 +301,10 @@ def view(fig: Figure, alt: str, measured: bool = False, salt: str = "", visible:
 
 
 def svg(fig: Figure, salt: str = "", attributes: Mapping[str, str] | None = None) -> str:
-    """Write a Figure as the text of one ``<svg>`` element, the same bytes for the same figure.
+    """A Figure as the text of one ``<svg>`` element, which is the same for equal figures.
 
-    Black becomes currentColor, which is the page's text colour. ``salt`` gives the ids of equal figures on one page
-    different names, and ``attributes`` are added to the element.
+    Black becomes currentColor, which is the page's text colour. ``attributes`` are added to the element, such as
+    {"class": "measured"}. Two equal figures on one page need a different ``salt``, or their ids would be equal too.
     """
     file = io.BytesIO()
     with style():

@@ -7,7 +7,7 @@ import inspect
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,44 +27,54 @@ DRAWING_SIZE = re.compile(r'viewBox="0 0 (?P<width>\S+) (?P<height>\S+)" width="
 
 
 def explore(fn: Callable[..., Figure], *, alt: str, caption: str = "", **sliders: Iterable[Any]) -> Shown:
-    """Show the Figure ``fn(**values)`` with a control for each keyword, as in ``explore(fn, alt="…", rank=[0, 1])``.
+    """Show the Figure ``fn(**values)`` with a control for each argument, as in ``explore(fn, alt="…", rank=[0, 1])``.
 
-    Up to five values become a row of buttons, and more become a slider. A slider named ``step`` can be played. This
-    call draws a frame for each combination of values, at most 64, and the controls choose which one is visible. So they
-    work in JupyterLab and on a page without a kernel. A control starts at the function's default if that is among its
-    values, or else at the first value. ``alt`` and ``caption`` are as in ``drawing.show``; each frame's ``alt`` also
-    names its values. An artist whose gid is "move 0 -42" comes from 42 pixels above when its frame is shown.
+    ``sliders`` are {argument: the values to choose from}. Up to five values become a row of buttons, and more become a
+    slider; one for an argument named ``step`` can be played. A control starts at the function's default if that is
+    among its values, or else at the first value. This call draws a frame for each combination of values, at most 64,
+    and the controls choose which one is visible. So they work in JupyterLab and on a page without a kernel.
 
-    Raises ValueError for no control, for one without values and for too many frames, and TypeError where ``fn`` does
-    not return a Figure.
+    ``alt`` and ``caption`` are as in ``drawing.show``; the ``alt`` of each frame also names its values. A part of the
+    figure whose gid is "move 0 -42" moves to its place from 42 pixels above when its frame is shown.
+
+    Raises ValueError if there is no control, if one has no values, and if there are too many frames, and TypeError if
+    ``fn`` does not return a Figure.
     """
     controls = []
     for argument, values in sliders.items():
         controls.append(Control(argument, list(values), default_of(fn, argument)))
+    frames = positions_of_frames(controls)
+    first_frame = tuple(control.start for control in controls)
+    views = []
+    for positions in frames:
+        arguments = {}
+        values_in_words = []
+        for control, position in zip(controls, positions, strict=True):
+            arguments[control.argument] = control.values[position]
+            values_in_words.append(f"{control.label} {control.texts[position]}")
+        alt_of_frame = ""  # an empty alt text stays empty, so that view() refuses it
+        if alt.strip():
+            alt_of_frame = f"{alt} ({', '.join(values_in_words)})"
+        views.append(view(fn(**arguments), alt_of_frame, salt=caption, visible=positions == first_frame))
+    call = ", ".join(f"{control.argument}={control.values}" for control in controls)
+    return Shown(page_of(equally_tall(views), controls, caption), text=f"explore({name_of(fn)}, {call})")
+
+
+def positions_of_frames(controls: "Sequence[Control]") -> list[tuple[int, ...]]:
+    """All combinations of the controls' positions, such as [(0, 0), (0, 1), (1, 0), (1, 1)] for two of two values.
+
+    sliders.js counts the frames in the same order. Raises ValueError, in the words of ``explore``, if there is no
+    control, if one has no values, and if there are too many combinations.
+    """
     if not controls:
         raise ValueError("explore() has no slider. Name an argument and list its values: world_size=[1, 2, 4].")
     for control in controls:
         if not control.values:
             raise ValueError(f"explore({control.argument}=[]) has no values. List those to show.")
-    # A frame is a position of each control, as a tuple: sliders.js counts frames in the same order.
     frames = list(itertools.product(*(range(len(control.values)) for control in controls)))
     if len(frames) > MAX_FRAMES:
         raise ValueError(f"explore() draws at most {MAX_FRAMES} frames, not {len(frames)}. List fewer values.")
-
-    first_frame = tuple(control.start for control in controls)
-    views = []
-    for frame in frames:
-        arguments = {}
-        values_in_words = []
-        for control, position in zip(controls, frame, strict=True):
-            arguments[control.argument] = control.values[position]
-            values_in_words.append(f"{control.label} {control.texts[position]}")
-        frame_alt = ""  # an empty alt text stays empty, so that view() refuses it
-        if alt.strip():
-            frame_alt = f"{alt} ({', '.join(values_in_words)})"
-        views.append(view(fn(**arguments), frame_alt, salt=caption, visible=frame == first_frame))
-    call = ", ".join(f"{control.argument}={control.values}" for control in controls)
-    return Shown(page_of(equally_tall(views), controls, caption), text=f"explore({name_of(fn)}, {call})")
+    return frames
 
 
 def default_of(fn: Callable[..., Figure], argument: str) -> Any:
@@ -83,23 +93,24 @@ def name_of(fn: Callable[..., Figure]) -> str:
 
 
 def equally_tall(views: list[str]) -> list[str]:
-    """The views with all drawings as tall as the tallest one, so that the page below a figure stays in place.
+    """Make the drawings in all views as tall as the tallest one, so that the page below the figure does not move.
 
-    Drawings of different widths are left as they are: the page scales them differently, so no height fits all.
+    ``views`` are pieces of HTML, each with one SVG. Drawings of different widths are left as they are, because the page
+    scales them differently, so no height would make them equally tall.
     """
     widths = set()
     heights = []
-    for text in views:
-        size = DRAWING_SIZE.search(text)
+    for html_of_view in views:
+        size = DRAWING_SIZE.search(html_of_view)
         if size is None:
             return views
         widths.add(size["width"])
         heights.append(size["height"])
     if len(widths) > 1:
         return views
-    height = max(heights, key=float)
-    attributes = rf'viewBox="0 0 \g<width> {height}" width="\g<width>" height="{height}"'
-    return [DRAWING_SIZE.sub(attributes, text, count=1) for text in views]
+    tallest = max(heights, key=float)
+    attributes = rf'viewBox="0 0 \g<width> {tallest}" width="\g<width>" height="{tallest}"'
+    return [DRAWING_SIZE.sub(attributes, html_of_view, count=1) for html_of_view in views]
 
 
 @dataclass(frozen=True)
@@ -136,13 +147,13 @@ class Control:
         return [f"{value} {unit}" for value in self.values]
 
     def buttons(self, group: str) -> str:
-        """A row of radio buttons as HTML; ``group`` is the name that they share."""
+        """This control as a row of radio buttons, in HTML. ``group`` is the name that the buttons share."""
         buttons = ""
         for position, text in enumerate(self.texts):
             checked = ""
             if position == self.start:
                 checked = " checked"
-            # data-lm-suppress-shortcuts: JupyterLab leaves the arrow keys to the control.
+            # With data-lm-suppress-shortcuts, JupyterLab leaves the arrow keys to the button.
             buttons += (
                 f'<label><input type="radio" name="{group}" value="{position}" autocomplete="off" '
                 f"data-lm-suppress-shortcuts{checked}><span>{html.escape(text)}</span></label>"
@@ -168,9 +179,10 @@ class Control:
 
 
 def page_of(views: list[str], controls: list[Control], caption: str) -> str:
-    """The controls and all frames as HTML, which loads no other file and works without a kernel."""
+    """A figure with its controls and all its frames as HTML, which loads no other file and works without a kernel."""
     frames = "".join(views)
-    # Radio buttons with one name exclude each other, so the name has to be unique on a page.
+    # Of all radio buttons with the same name, only one can be chosen. So each row needs a name that no other row of the
+    # page has.
     prefix = "f" + hashlib.sha256((caption + frames).encode()).hexdigest()[:8]
     html_of_controls = ""
     for number, control in enumerate(controls):
@@ -178,6 +190,6 @@ def page_of(views: list[str], controls: list[Control], caption: str) -> str:
             html_of_controls += control.buttons(group=f"{prefix}-{number}")
         else:
             html_of_controls += control.slider()
-    # Without JavaScript the controls would do nothing, so it is the script that shows them.
+    # The controls are hidden until the script shows them, because without JavaScript they would do nothing.
     html_of_controls = f'<div class="wso-controls" hidden="hidden">{html_of_controls}</div>'
     return figure_html(frames, caption, html_of_controls, SCRIPT)

@@ -54,18 +54,23 @@ def without_namespace(name: str) -> str:
 
 
 def tidy(name: str, value: str) -> str:
-    """The value of an SVG attribute with rounded numbers and without a font, or "" for an attribute without effect."""
+    """Shorten the value of the SVG attribute ``name``: "" if the attribute has no effect.
+
+    Numbers are rounded, the font is left out of a style, and in a path, as in ``d="M 1.04 2.5 L 7.25 2.5"``, the four
+    sides of a rectangle become horizontal and vertical lines.
+    """
     if name == "style":
         value = without_font(value)
     if name in DIGITS:
         digits = DIGITS[name]
         value = NUMBER.sub(lambda number: rounded(number[0], digits), value)
     value = " ".join(value.split())
-    value = re.sub(r"rotate\(-?0 [^)]*\)", "", value)  # a rotation by no degrees
-    if name == "d":
-        # A path's corners (L) become horizontal (H) and vertical (V) lines, and commands need no spaces around them.
+    value = re.sub(r"rotate\(-?0 [^)]*\)", "", value)  # a rotation by 0 degrees does nothing
+    is_path = name == "d"
+    if is_path:
+        # The commands M, L, H, V and z mean: move to, line to, horizontal line, vertical line, close the path.
         value = RECTANGLE.sub(r"M\1 \2H\3V\4H\1z", value)
-        value = re.sub(r" ?([MLHVQCz]) ?", r"\1", value)
+        value = re.sub(r" ?([MLHVQCz]) ?", r"\1", value)  # commands need no spaces around them
     return value
 
 
@@ -88,23 +93,24 @@ def rounded(number: str, digits: int) -> str:
 
 
 def remove_unneeded(parent: ElementTree.Element) -> None:
-    """Remove metadata, page-wide styles, invisible paths and empty definitions below ``parent``.
+    """Remove metadata, style sheets, invisible paths and empty definitions from all levels of an SVG below ``parent``.
 
-    A group without attributes, or with an id alone, is replaced by its children.
+    A group without attributes, or with an id alone, has no effect, so it is replaced by its children.
     """
     for child in list(parent):
         remove_unneeded(child)
         style = child.get("style", "")
+        is_about_the_file = child.tag in ("metadata", "style", "title")
         is_invisible = child.tag == "path" and "fill:none" in style and "stroke:" not in style
         is_empty = child.tag == "defs" and len(child) == 0
         has_only_an_id = all(name == "id" for name in child.attrib)
-        if child.tag in ("metadata", "style", "title") or is_invisible or is_empty:
+        if is_about_the_file or is_invisible or is_empty:
             parent.remove(child)
         elif child.tag == "g" and has_only_an_id:
-            position = list(parent).index(child)
+            index = list(parent).index(child)
             parent.remove(child)
             for offset, grandchild in enumerate(list(child)):
-                parent.insert(position + offset, grandchild)
+                parent.insert(index + offset, grandchild)
 
 
 def with_own_ids(text: str, salt: str) -> str:
@@ -112,14 +118,14 @@ def with_own_ids(text: str, salt: str) -> str:
 
     They are made of a hash of the text and of ``salt``, so that the same drawing has the same ids every time.
     """
-    # matplotlib's ids depend on the figures that were drawn before, so they must not get into the hash: ID-0, ID-1 and
-    # so on take their places until the hash is known.
+    # matplotlib's ids depend on the figures that were drawn before, so the hash has to be made of a text without them:
+    # they are replaced by ID-0, ID-1 and so on until the hash is known.
     ids: list[str] = []
     for name in REFERENCE.findall(text):
         if name not in ids:
             ids.append(name)
     for number, name in enumerate(ids):
-        # Where the element has the id, id="NAME", and where another one refers to it, "#NAME" or url(#NAME).
+        # The element has the id as id="NAME", and other elements refer to it by "#NAME" or url(#NAME).
         text = re.sub(rf"(id=\"|#){re.escape(name)}(?=[\")])", rf"\1ID-{number}", text)
     prefix = "f" + hashlib.sha256((salt + text).encode()).hexdigest()[:8]
     return re.sub(r"(id=\"|#)ID-", rf"\1{prefix}-", text)

@@ -105,10 +105,11 @@ HOPPER = ("h100", "h200")  # GPUs of this architecture, as Cluster.gpu has them
 
 
 def cluster_of(cluster: str | dict[str, Any] | Cluster, gpus: int = 0) -> Cluster:
-    """A Cluster from a preset's name or a table of fields, which may name a preset under "preset".
+    """A Cluster from a preset's name or from a table of fields, which may name a preset under "preset".
 
-    gpus: how many GPUs it shall have, in full nodes or in a part of one node; 0 for as many as its fields say. Raises
-    PlanError for a wrong field, or for GPUs that do not fill their nodes.
+    Such as cluster_of("h100", gpus=64) or cluster_of({"preset": "h100", "nodes": 8}). gpus: how many GPUs it is to
+    have, in full nodes or in a part of one node; 0 for as many as its fields say. Raises PlanError for a wrong field,
+    or for GPUs that do not fill their nodes.
     """
     cluster = Cluster.of(with_preset(cluster, PRESETS, "cluster"))
     if gpus == 0:

@@ -45,8 +45,8 @@ def main(arguments: argparse.Namespace) -> int:
     """Print a plan or a search; return the exit status: 1 for what is not possible, with two lines on stderr."""
     try:
         request = read_request(arguments)
-        is_layout_chosen = any(name in request["layout"] for name in SIZES_OF_MESH)
-        if is_layout_chosen:
+        has_chosen_layout = any(size in request["layout"] for size in SIZES_OF_MESH)
+        if has_chosen_layout:
             show_plan(request, arguments)
         else:
             show_search(request, arguments)
@@ -74,7 +74,7 @@ def show_plan(request: dict[str, Any], arguments: argparse.Namespace) -> None:
 def show_search(request: dict[str, Any], arguments: argparse.Namespace) -> None:
     """Rank the layouts of a model on a cluster, and print the search, as words or as JSON. PlanError if none fits.
 
-    request: {table of TABLES: its fields}. The layout's fields that it has stay; values of the others are tried.
+    request: {table of TABLES: its fields}. The fields of its layout are kept, and values of all other fields are tried.
     """
     cluster = clusters.cluster_of(request["cluster"], arguments.gpus)
     constraints = dict(request["layout"])
@@ -94,23 +94,27 @@ def show_search(request: dict[str, Any], arguments: argparse.Namespace) -> None:
 
 
 def read_request(arguments: argparse.Namespace) -> dict[str, Any]:
-    """{table: fields} for each of TABLES, of a command line and its files; the command line's fields win.
+    """What is to be planned, by the command line and its files: {table: fields} for each of TABLES.
 
-    The model and the cluster may also be a preset's name. PlanError for what cannot be read.
+    Such as {"model": "llama3-8b", "cluster": "h100", "layout": {"dp": 8}, "job": {}, "conventions": {}}: a model and a
+    cluster may also be a preset's name. The command line's fields win over a file's. PlanError for what cannot be read.
     """
     request = read(arguments.model, "model", models.PRESETS)
     if arguments.cluster:
-        request["cluster"] = read(arguments.cluster, "cluster", clusters.PRESETS).get("cluster")
+        tables_of_cluster_file = read(arguments.cluster, "cluster", clusters.PRESETS)
+        request["cluster"] = tables_of_cluster_file.get("cluster")
     for name, record in RECORDS.items():
         table = request.get(name, {})
         if not isinstance(table, dict):
             raise PlanError(f"{name} is {table!r}.\nWrite it as a table: [{name}], then a line for each field.")
-        request[name] = {**table, **fields_of(getattr(arguments, name))}
+        option = getattr(arguments, name)  # such as "dp=8,zero=3" for --layout
+        request[name] = {**table, **fields_of(option)}
         record.check_fields(request[name])
     for name in ("model", "cluster"):
         if request.get(name) is None:
             file = 'or a file with model = "llama3-8b", cluster = "h100", [layout] dp = 8'
             refuse(f"no {name} is given", f"both, as in plan llama3-8b h100, {file}")
+
     sizes = fields_of(arguments.sizes)
     if sizes:
         model = request["model"]
@@ -121,10 +125,11 @@ def read_request(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def read(text: str, what: str, presets: Iterable[str]) -> dict[str, Any]:
-    """The tables of a TOML file, or {what: name} for the name of a preset, which is never taken for a file.
+    """Read an argument of the command line: the tables of a TOML file, or {what: name} for the name of a preset.
 
-    text: an argument of the command line. what: what the argument should be, "model" or "cluster". Raises PlanError for
-    a name that is neither, for a file that is not TOML, or for a table that the planner does not know.
+    text: the argument. A preset's name is never taken for a file. what: what the argument should be, "model" or
+    "cluster". Raises PlanError for a name that is neither, for a file that is not TOML, or for a table that the planner
+    does not know.
     """
     if text in presets:
         return {what: text}
@@ -142,10 +147,10 @@ def read(text: str, what: str, presets: Iterable[str]) -> dict[str, Any]:
 
 
 def fields_of(text: str) -> dict[str, Any]:
-    """{name: value} from an argument such as "a=1,b=true,c=word". PlanError for a part without a value.
+    """{name: value} of the fields that an argument such as "dp=8,offload=true,recompute=full" gives.
 
-    Numbers, true and false are read as JSON has them, and anything else is a word. Nothing between two commas is
-    nothing, so an empty text gives no fields.
+    Numbers, true and false are read as JSON has them, and anything else is a word. An empty text gives no fields.
+    Raises PlanError for a part without a value.
     """
     fields: dict[str, Any] = {}
     for part in text.split(","):

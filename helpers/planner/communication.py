@@ -51,9 +51,9 @@ class Collective:
     stride: int  # the difference between the numbers of two neighbours in the group
     count: int  # in a step
     size: int  # bytes of the whole tensor of one of them
-    # Of an all-to-all that sends a token to each node only once: on how many ranks a token is needed, and for how many
-    # of its experts a node is drawn at random (see dispatch_time). draws is 0 for a usual all-to-all, which sends each
-    # copy from rank to rank.
+    # Of an all-to-all that sends a token to each node only once: on how many ranks each token is needed, and how many
+    # of its experts are each on any node, independently of the others (see dispatch_time). draws is 0 for a usual
+    # all-to-all, which sends each copy from rank to rank.
     copies: int = 0
     draws: int = 0
     time: LinkTime = LinkTime()  # of one of them; 0 without a cluster
@@ -77,10 +77,10 @@ def collectives(
     sharded: tuple[str, ...] = VOCABULARY,
     **options: bool,
 ) -> list[Collective]:
-    """All collectives of a step on the first rank of a stage; without a cluster, their seconds are 0.
+    """All collectives of a step on the first rank of a pipeline stage; without a cluster, their seconds are 0.
 
-    sharded: which of embedding and head tensor parallelism divides along the vocabulary. options: those of
-    ``activations``.
+    sharded: which of "embedding" and "head" tensor parallelism divides along the vocabulary. options: keyword arguments
+    of ``activations``, such as early_stop=False.
     """
     conventions = conventions or Conventions()
     of_activations = activations(model, layout, stage, sharded, dispatch=conventions.dispatch, **options)
@@ -103,20 +103,23 @@ def activations(
     early_stop: bool = True,
     dispatch: str = "rank",
 ) -> list[Collective]:
-    """The collectives of tensor, context, expert and pipeline parallelism on a stage. Some have one rank or no bytes.
+    """The collectives of tensor, context, expert and pipeline parallelism that a stage needs in a step.
 
+    They may include some with one rank or without bytes, which send nothing. ``with_seconds`` leaves these out.
+
+    sharded: which of "embedding" and "head" tensor parallelism divides along the vocabulary.
     shared_input: query, key and value gather their input once and sum its gradient once, not each on its own.
     loss_parallel: the loss reads logits that stay divided along the vocabulary.
     split_sends: a stage sends each tensor-parallel rank's part, and the next stage gathers the parts (Narayanan et al.
     2021, section 4.1); torch.distributed.pipelining sends the whole tensor from each rank.
     early_stop: recomputation ends before a layer's last output, which nothing needs, as in PyTorch's checkpoint.
-    dispatch: the convention of that name.
+    dispatch: how tokens are sent to their experts: by "rank", by "node", or to "neighbours" (see expert_all_to_alls).
     """
     return [
-        *of_tensor_parallelism(model, layout, stage, sharded, shared_input, loss_parallel, early_stop),
-        *of_context_parallelism(model, layout, stage),
-        *of_expert_parallelism(model, layout, stage, dispatch),
-        *of_pipeline(model, layout, stage, split_sends),
+        *tensor_parallel_collectives(model, layout, stage, sharded, shared_input, loss_parallel, early_stop),
+        *ring_attention_sends(model, layout, stage),
+        *expert_all_to_alls(model, layout, stage, dispatch),
+        *pipeline_sends(model, layout, stage, split_sends),
     ]
 
 
@@ -132,7 +135,7 @@ def hidden_bytes(model: Model, layout: Layout) -> int:
     return layout.tokens(model) * model.width * layout.element_bytes
 
 
-def of_tensor_parallelism(
+def tensor_parallel_collectives(
     model: Model,
     layout: Layout,
     stage: int,
@@ -141,28 +144,31 @@ def of_tensor_parallelism(
     loss_parallel: bool,
     early_stop: bool,
 ) -> list[Collective]:
-    """The collectives by which tensor-parallel ranks put their parts of activations and gradients together.
+    """The collectives by which tensor-parallel ranks combine their parts of activations and of gradients.
 
-    The parameters are those of ``activations``.
+    sharded: which of "embedding" and "head" are divided along the vocabulary. shared_input: query, key and value gather
+    their input once, not each on its own. loss_parallel: the loss reads divided logits. early_stop: recomputation ends
+    before a layer's last output.
     """
-    result = of_tensor_parallel_layers(model, layout, stage, shared_input, early_stop)
-    if stage == 0:
+    result = layer_collectives(model, layout, stage, shared_input, early_stop)
+    is_first_stage = stage == 0
+    if is_first_stage:
         if "embedding" in sharded:
             result.append(sum_hidden(model, layout, "forward", "embedding", times=1))
         result += gather_hidden(model, layout, "backward", "embedding's gradient", times=1)
 
-    is_last = stage == layout.pp - 1
-    if is_last:
+    is_last_stage = stage == layout.pp - 1
+    if is_last_stage:
         result += gather_hidden(model, layout, "forward", "input of the head", times=1)
         if "head" in sharded:
             result.append(sum_hidden(model, layout, "backward", "gradient of the head's input", times=1))
-    result += of_norms(model, layout, stage)
-    if is_last and "head" in sharded:
-        result.append(of_loss(model, layout, loss_parallel))
+    result += norm_gradient_collectives(model, layout, stage)
+    if is_last_stage and "head" in sharded:
+        result.append(loss_collective(model, layout, loss_parallel))
     return result
 
 
-def of_tensor_parallel_layers(
+def layer_collectives(
     model: Model, layout: Layout, stage: int, shared_input: bool, early_stop: bool
 ) -> list[Collective]:
     """The collectives of tensor-parallel ranks in the layers of a stage, on hidden states and their gradients.
@@ -174,13 +180,16 @@ def of_tensor_parallel_layers(
     before a layer's last output.
     """
     layers = layout.stage_layers(model)[stage]
-    # The input of the MLP, and that of attention: once, or for query, key and value each.
-    inputs = 2 if shared_input else 4
+    if shared_input:
+        inputs = 2  # that of attention and that of the MLP
+    else:
+        inputs = 4  # those of query, key, value and the MLP
     result = []
     for phase in forward_phases(layout):
-        outputs = 2  # attention's and the MLP's
         if phase == "recompute":
             outputs = recomputed_outputs(layout, early_stop)
+        else:
+            outputs = 2  # attention's and the MLP's
         result += gather_hidden(model, layout, phase, "inputs of attention and MLP", times=inputs * layers)
         result.append(sum_hidden(model, layout, phase, "outputs of attention and MLP", times=outputs * layers))
     result += gather_hidden(model, layout, "backward", "gradients of outputs", times=2 * layers)
@@ -199,32 +208,35 @@ def recomputed_outputs(layout: Layout, early_stop: bool) -> int:
     return 1 if early_stop else 2
 
 
-def of_norms(model: Model, layout: Layout, stage: int) -> list[Collective]:
+def norm_gradient_collectives(model: Model, layout: Layout, stage: int) -> list[Collective]:
     """The all-reduces of the norms' gradients among tensor-parallel ranks, under fully_shard with sequence parallelism.
 
     A norm saw only the tokens of its rank, so its gradient is summed before fully_shard reduces it.
     """
-    is_divided = layout.zero == 3 and layout.sharers > 1
-    if not layout.sequence_parallel or not is_divided:
+    is_fully_sharded = layout.zero == 3 and layout.sharers > 1
+    if not layout.sequence_parallel or not is_fully_sharded:
         return []
     norms = model.norms * layout.stage_layers(model)[stage]
-    if stage == layout.pp - 1:
+    is_last_stage = stage == layout.pp - 1
+    if is_last_stage:
         norms += 1  # the norm behind the last layer
-    tensors_of_norm = 2 if model.norm_biases else 1
+    gradients_of_norm = 2 if model.norm_biases else 1  # the weight's, and the bias's
+    gradients = norms * gradients_of_norm
     size = model.width * layout.element_bytes
-    return [tensor_collective(layout, "all_reduce", "backward", "gradients of norms", norms * tensors_of_norm, size)]
+    return [tensor_collective(layout, "all_reduce", "backward", "gradients of norms", times=gradients, size=size)]
 
 
-def of_loss(model: Model, layout: Layout, loss_parallel: bool) -> Collective:
-    """What tensor-parallel ranks exchange for the loss, since each has the logits of a part of the vocabulary.
+def loss_collective(model: Model, layout: Layout, loss_parallel: bool) -> Collective:
+    """What tensor-parallel ranks exchange for the loss, because each has the logits of a part of the vocabulary.
 
-    With loss_parallel the logits stay divided. Three numbers of each token are summed, or their largest found: the
-    largest logit, the sum of exponentials, and the logit of the label. Otherwise each rank gathers all logits.
+    With loss_parallel the logits stay divided, and each token takes three small all-reduces: of the largest logit, of
+    the sum of exponentials, and of the logit of the label. Otherwise each rank gathers all logits.
     """
     tokens = layout.tokens(model)
     if loss_parallel:
-        numbers = 3
-        return tensor_collective(layout, "all_reduce", "forward", "loss", numbers, size=tokens * FLOAT32_BYTES)
+        all_reduces = 3
+        size = tokens * FLOAT32_BYTES  # one number for each token
+        return tensor_collective(layout, "all_reduce", "forward", "loss", times=all_reduces, size=size)
     padded_vocab = math.ceil(model.vocab / layout.tp) * layout.tp
     size = tokens * padded_vocab * layout.element_bytes
     return tensor_collective(layout, "all_gather", "forward", "logits", times=1, size=size)
@@ -265,27 +277,31 @@ def tensor_collective(layout: Layout, kind: str, phase: str, what: str, times: i
     )
 
 
-def of_context_parallelism(model: Model, layout: Layout, stage: int) -> list[Collective]:
-    """The sends of ring attention (Liu et al. 2024): keys and values go round, in backward with their gradients.
+def ring_attention_sends(model: Model, layout: Layout, stage: int) -> list[Collective]:
+    """The sends of ring attention (Liu et al. 2024), by which keys and values go round the context-parallel ranks.
 
-    A rank begins with the keys and values of its own tokens, so those of the cp ranks meet all queries after cp - 1
-    sends.
+    Each of the cp ranks begins with the keys and values of its own tokens and passes them on cp - 1 times, so that the
+    queries of all ranks see them. In the backward their gradients travel with them.
     """
     layers = layout.stage_layers(model)[stage]
-    to_all_others = layout.cp - 1  # sends in each layer
+    sends_to_all_others = layout.cp - 1  # in each layer
     result = []
     for phase in [*forward_phases(layout), "backward"]:
-        result.append(ring_sends(model, layout, phase, "keys and values", times=to_all_others * layers))
+        result.append(ring_sends(model, layout, phase, "keys and values", times=sends_to_all_others * layers))
     # A gradient goes one step further than its keys and values, back to the rank that they came from.
-    back_to_the_first = layout.cp
-    result.append(ring_sends(model, layout, "backward", "their gradients", times=back_to_the_first * layers))
+    sends_around_ring = layout.cp
+    result.append(ring_sends(model, layout, "backward", "their gradients", times=sends_around_ring * layers))
     return result
 
 
 def ring_sends(model: Model, layout: Layout, phase: str, what: str, times: int) -> Collective:
-    """Sends of the keys and values of a rank's tokens to the next rank of a ring; ``times`` for each micro-batch."""
-    kv_heads = max(model.kv_heads // layout.tp, 1)  # Tensor-parallel ranks that outnumber them have copies.
-    key_or_value = layout.tokens(model) * model.head_width * kv_heads * layout.element_bytes  # bytes
+    """Sends of the keys and values of a rank's tokens to the next rank of a ring; ``times`` for each micro-batch.
+
+    phase: "forward", "recompute" or "backward". what: "keys and values" or "their gradients", which are as large.
+    """
+    kv_heads_on_rank = max(model.kv_heads // layout.tp, 1)  # Tensor-parallel ranks that outnumber them have copies.
+    key_bytes = layout.tokens(model) * model.head_width * kv_heads_on_rank * layout.element_bytes
+    value_bytes = key_bytes
     return Collective(
         dimension="cp",
         kind="send",
@@ -294,31 +310,32 @@ def ring_sends(model: Model, layout: Layout, phase: str, what: str, times: int) 
         ranks=layout.cp,
         stride=layout.tp,
         count=times * layout.micro_batches,
-        size=2 * key_or_value,
+        size=key_bytes + value_bytes,
     )
 
 
-def of_expert_parallelism(model: Model, layout: Layout, stage: int, dispatch: str) -> list[Collective]:
-    """The all-to-alls that bring tokens to their experts and back, and the gradients (Lepikhin et al. 2021).
+def expert_all_to_alls(model: Model, layout: Layout, stage: int, dispatch: str) -> list[Collective]:
+    """The all-to-alls that bring tokens to their experts and back, and the gradients of both (Lepikhin et al. 2021).
 
-    dispatch: "rank" sends a copy of a token to each of its experts. "node" sends one to each node that has some of
-    them, and copies it there. "neighbours" does that, too, but a token's experts are side by side, on few ranks.
+    dispatch: how a token gets to its experts. "rank" sends a copy of it to each of them. "node" sends one copy to each
+    node that has some of them, and copies it there. "neighbours" does that, too, but the experts of a token are side by
+    side, on few ranks.
     """
     if layout.ep == 1:
         return []  # Each rank has all experts, or the model has none.
-    copies = model.active_experts  # of each token
-    draws = 0
+    copies = model.active_experts  # of each token: one for each of its experts
+    independent_experts = 0  # how many of them may each be on any node; not needed with "rank"
     if dispatch == "node":
-        draws = model.active_experts  # Each expert may be on any node.
+        independent_experts = model.active_experts
     elif dispatch == "neighbours":
         experts_of_rank = model.experts // layout.ep
         copies = math.ceil(model.active_experts / experts_of_rank)
-        draws = 1  # All of a token's experts are where the first one is.
+        independent_experts = 1  # The others are where the first one is.
     phases = [*forward_phases(layout), "backward"]
     if layout.recompute == "sac":
         phases.remove("recompute")  # The output of an all-to-all is kept, so that it is not sent again.
 
-    expert_layers = sum(model.has_experts(layer) for layer in layout.layers_of(model, stage))
+    layers_with_experts = sum(model.has_experts(layer) for layer in layout.layers_of(model, stage))
     there_and_back = 2
     result = []
     for phase in phases:
@@ -330,23 +347,25 @@ def of_expert_parallelism(model: Model, layout: Layout, stage: int, dispatch: st
                 what="tokens to experts and back",
                 ranks=layout.ep,
                 stride=layout.tp,
-                count=there_and_back * layout.micro_batches * expert_layers,
+                count=there_and_back * layout.micro_batches * layers_with_experts,
                 size=hidden_bytes(model, layout) * copies,
                 copies=copies,
-                draws=draws,
+                draws=independent_experts,
             )
         )
     return result
 
 
-def of_pipeline(model: Model, layout: Layout, stage: int, split_sends: bool) -> list[Collective]:
-    """The sends of activations and gradients between stages, and the gathers of what arrives in parts.
+def pipeline_sends(model: Model, layout: Layout, stage: int, split_sends: bool) -> list[Collective]:
+    """The sends of activations and gradients from one stage to others, and the all-gathers of what arrives in parts.
 
-    A stage has ``interleave`` parts of the model, so a micro-batch comes to it as often, and leaves it as often. Only
-    the model's first part receives nothing, because it reads the data, and its last part sends nothing, because it
-    computes the loss. split_sends: each tensor-parallel rank sends a part of the hidden states, not all of them.
+    A stage has ``layout.interleave`` parts of the model. So each micro-batch arrives at it so many times and leaves it
+    so many times, with two exceptions: the model's first part receives nothing, because it reads the data, and its last
+    part sends nothing, because it computes the loss.
+
+    split_sends: each tensor-parallel rank sends a part of the hidden states, not all of them.
     """
-    arrivals = layout.interleave  # of activations, for each micro-batch
+    arrivals = layout.interleave  # of a micro-batch's activations at this stage
     departures = layout.interleave
     if stage == 0:
         arrivals -= 1
@@ -354,11 +373,11 @@ def of_pipeline(model: Model, layout: Layout, stage: int, split_sends: bool) -> 
         departures -= 1
     hidden = hidden_bytes(model, layout)
     # With sequence parallelism a rank has only its part of the hidden states, and the next stage goes on with parts.
-    is_split = split_sends or layout.sequence_parallel
-    is_gathered = split_sends and not layout.sequence_parallel and layout.tp > 1
-    sent_bytes = hidden // layout.tp if is_split else hidden
+    sends_parts = split_sends or layout.sequence_parallel
+    gathers_parts = split_sends and not layout.sequence_parallel and layout.tp > 1
+    sent_bytes = hidden // layout.tp if sends_parts else hidden
 
-    # A gradient goes back the way that its activation came, so what arrived now departs.
+    # A gradient goes back the way that its activation came, so what arrived in the forward departs in the backward.
     result = []
     for phase, what, sends, receives in (
         ("forward", "activations", departures, arrivals),
@@ -376,7 +395,7 @@ def of_pipeline(model: Model, layout: Layout, stage: int, split_sends: bool) -> 
                 size=sent_bytes,
             )
         )
-        if is_gathered:
+        if gathers_parts:
             result.append(tensor_collective(layout, "all_gather", phase, RECEIVED, times=receives, size=hidden))
     return result
 
@@ -387,14 +406,14 @@ def of_pipeline(model: Model, layout: Layout, stage: int, split_sends: bool) -> 
 def data_parallel(
     model: Model, layout: Layout, conventions: Conventions, stage: int = 0, sharded: tuple[str, ...] = VOCABULARY
 ) -> list[Collective]:
-    """How the data-parallel ranks of a stage exchange parameters and gradients in a step: its collectives.
+    """The collectives by which the data-parallel ranks of a stage exchange parameters and gradients in a step.
 
-    Some of them have one rank or no bytes. sharded: which of embedding and head tensor parallelism divides along the
-    vocabulary, so that a rank has only a part of them.
+    The layout may be that of DDP, ZeRO, fully_shard or HSDP. Each unit of parameters that is gathered or reduced at
+    once, such as a layer, has collectives of its own (see ``unit_collectives``). DDP's all-reduce is also given as one
+    for each unit, although DDP sends buckets of 25 MiB. Some collectives may have one rank or no bytes.
 
-    The layout may be that of DDP, ZeRO, fully_shard or HSDP. What they send follows from the units, which are what is
-    gathered or reduced at once, such as a layer: see ``unit_collectives``. DDP's all-reduce is given as one for each
-    unit, although DDP sends buckets of 25 MiB.
+    sharded: which of "embedding" and "head" tensor parallelism divides along the vocabulary, so that a rank has only a
+    part of them.
     """
     result = []
     for unit in units_of(model, layout, stage, sharded):
@@ -403,7 +422,7 @@ def data_parallel(
 
 
 def unit_collectives(unit: Unit, layout: Layout, conventions: Conventions) -> list[Collective]:
-    """The collectives that the parameters and gradients of equal units need in a step.
+    """The collectives that the parameters and gradients of a Unit need in a step.
 
     A Unit stands for the layers of a stage, for their experts, or for what is outside the layers.
 
@@ -411,21 +430,25 @@ def unit_collectives(unit: Unit, layout: Layout, conventions: Conventions) -> li
     sends as much. ZeRO-3, as fully_shard does it, gathers the weights before a unit's forward and backward instead, and
     sends half as much again (Rajbhandari et al. 2020, section 7).
     """
-    gathers_each = not conventions.gathers_once(layout.pp)
-    repetitions = 1  # in a step
-    if layout.zero >= 2 and gathers_each:
+    gathers_each_time = not conventions.gathers_once(layout.pp)
+    repetitions = 1  # of a unit's collectives in a step
+    if layout.zero >= 2 and gathers_each_time:
         # Nothing divided is kept whole from one micro-batch to the next, so each of them communicates.
         repetitions = layout.micro_batches
-    parts = sharers_of(unit, layout) if layout.zero == 3 else 1
-    padded = padded_numbers(unit, parts)
-    weight_bytes = padded * layout.element_bytes
-    gradient_bytes = padded * reduced_bytes(conventions)
+
+    shards = 1
+    if layout.zero == 3:
+        shards = sharers_of(unit, layout)
+    numbers = padded_numbers(unit, shards)
+    weight_bytes = numbers * layout.element_bytes
+    gradient_bytes = numbers * reduced_bytes(conventions)
 
     result = []
     if layout.zero == 3:
         result.append(among_sharers(unit, layout, "all_gather", "forward", repetitions, weight_bytes))
         # The root module, which holds what is outside the layers, keeps its parameters until its backward has ended.
-        if unit.what != OUTSIDE and gathers_each:
+        is_root = unit.what == OUTSIDE
+        if gathers_each_time and not is_root:
             result.append(among_sharers(unit, layout, "all_gather", "backward", repetitions, weight_bytes))
     if layout.zero >= 1:
         result.append(among_sharers(unit, layout, "reduce_scatter", "backward", repetitions, gradient_bytes))
@@ -460,12 +483,15 @@ def among_sharers(unit: Unit, layout: Layout, kind: str, phase: str, repetitions
 
 
 def among_copies(unit: Unit, layout: Layout, repetitions: int, gradient_bytes: int) -> Collective:
-    """All-reduces of a unit's gradients among ranks that hold the same shard of it; so many for each unit and step.
+    """All-reduces of a Unit's gradients among the ranks that hold the same shard of it.
 
-    Under DDP the shard is the whole unit, and all ranks hold it. Under HSDP one rank of each group of sharers holds it.
-    The ranks of such a group have numbers side by side, so those with the same shard are a group apart.
+    Under DDP the shard is the whole unit, and all data-parallel ranks hold it. Under HSDP each group of ranks that
+    share a copy of the model has one such rank.
+
+    repetitions: how often each equal unit is reduced in a step. gradient_bytes: of the unit's whole gradient.
     """
     sharers = sharers_of(unit, layout)
+    # Ranks that share a copy are neighbours, so the same shard is found again as many neighbours further on.
     stride_of_sharers = layout.tp * unit.expert_ranks
     return Collective(
         dimension="dp" if layout.zero == 0 else "replicate",
@@ -492,36 +518,45 @@ def padded_numbers(unit: Unit, parts: int) -> int:
 
 
 def with_seconds(candidates: Iterable[Collective], cluster: Cluster | None) -> list[Collective]:
-    """Leave out the collectives that send nothing; give the others their seconds on a cluster, if there is one."""
-    sending = [group for group in candidates if group.ranks > 1 and group.count and group.size]
-    if cluster is None:
-        return sending
-    timed = []
-    for group in sending:
-        in_node = ranks_in_node(group.ranks, group.stride, cluster)
-        nodes = group.ranks // in_node
-        sends_once_to_each_node = group.draws > 0
-        if sends_once_to_each_node:
-            size_of_copy = group.size / group.copies
-            time = dispatch_time(size_of_copy, group.copies, group.draws, in_node, nodes, cluster)
-        else:
-            time = link_time(group.kind, group.size, in_node, nodes, cluster)
-        timed.append(replace(group, time=time))
-    return timed
+    """The collectives that send something, each with the time that it takes on a cluster.
+
+    Without a cluster their times stay 0.
+    """
+    result = []
+    for collective in candidates:
+        has_one_rank = collective.ranks == 1
+        is_empty = collective.count == 0 or collective.size == 0
+        if has_one_rank or is_empty:
+            continue
+        if cluster is not None:
+            collective = replace(collective, time=time_on(cluster, collective))
+        result.append(collective)
+    return result
+
+
+def time_on(cluster: Cluster, collective: Collective) -> LinkTime:
+    """Seconds that one of these equal collectives takes on a cluster, each link at its full speed."""
+    in_node = ranks_in_node(collective.ranks, collective.stride, cluster)
+    nodes = collective.ranks // in_node
+    sends_once_to_each_node = collective.draws > 0
+    if sends_once_to_each_node:
+        bytes_of_copy = collective.size / collective.copies
+        return dispatch_time(bytes_of_copy, collective.copies, collective.draws, in_node, nodes, cluster)
+    return link_time(collective.kind, collective.size, in_node, nodes, cluster)
 
 
 def dispatch_time(size: float, copies: int, draws: int, in_node: int, nodes: int, cluster: Cluster) -> LinkTime:
-    """Seconds of an all-to-all of tokens that sends each of them once to every node that needs it, as DeepEP does.
+    """Seconds of an all-to-all of tokens that sends each token once to every node that needs it, as DeepEP does.
 
-    size: bytes of one copy of all tokens. copies: on how many ranks a token is needed. draws: for how many experts its
-    nodes are drawn, each independently of the others.
+    In the node, the GPU that received the token sends copies of it on (DeepEP's README, normal kernels with NVLink and
+    RDMA forwarding). There are ``in_node`` ranks in each of ``nodes`` nodes.
 
-    Experts are spread evenly, so that a token needs a given one of n nodes for k draws with a probability of
-    1 - (1 - 1/n)^k. In a node that got a token, the GPU that received it sends the copies on (DeepEP's README, normal
-    kernels with NVLink and RDMA forwarding).
+    size: bytes of one copy of all tokens. copies: on how many ranks each token is needed. draws: how many of a token's
+    experts are each on any node with the same probability, independently of the others. A given one of n nodes has none
+    of k such experts with a probability of (1 - 1/n)^k.
     """
-    share_of_nodes = 1 - (1 - 1 / nodes) ** draws
-    sent_between = size * (nodes - 1) * share_of_nodes
+    probability_that_node_needs_token = 1 - (1 - 1 / nodes) ** draws
+    sent_between = size * (nodes - 1) * probability_that_node_needs_token
     sent_in_node = size * copies * (in_node - 1) / in_node
     # Nothing is ever sent over a link whose speed is not given, so its time is 0.
     speed_in_node = cluster.link_in_node or math.inf
@@ -544,19 +579,9 @@ def ranks_in_node(ranks: int, stride: int, cluster: Cluster) -> int:
 
 
 def link_time(kind: str, size: float, in_node: int, nodes: int, cluster: Cluster) -> LinkTime:
-    """Seconds of one collective of so many bytes, among ``in_node`` ranks in each of ``nodes`` nodes.
+    """Seconds of one collective of ``size`` bytes, among ``in_node`` ranks in each of ``nodes`` nodes.
 
-    With p ranks, a latency α and β seconds for each byte, an all-gather or a reduce-scatter on a ring takes
-    (p-1)α + (p-1)/p · nβ for n bytes, an all-reduce both of them (Thakur et al. 2005, sections 4.1 and 4.5), and a
-    pairwise all-to-all (p-1)α + (p-1)/p · nβ (section 4.4).
-
-    A ring is planned in each node, and then rings between the nodes, in which each of g GPUs of a node sends its part
-    of n/g bytes. That is the least that is possible. NCCL's own ring over all W ranks sends (W-1)/W · n/g over each
-    link between nodes, on two nodes of eight nearly twice as much, but sends in the node at the same time
-    (src/graph/tuning.cc), where this plan adds both times.
-
-    For the latency between k nodes, an all-reduce takes the ⌈lg k⌉ steps of a tree, and the others the k-1 steps of a
-    ring, because NCCL has trees for all-reduces only (NVIDIA/nccl#1473).
+    kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "send".
     """
     # Nothing is ever sent over a link whose speed is not given, so its time is 0.
     speed_in_node = cluster.link_in_node or math.inf
@@ -566,6 +591,8 @@ def link_time(kind: str, size: float, in_node: int, nodes: int, cluster: Cluster
             return LinkTime(latency=cluster.latency_between, between=size / speed_between)
         return LinkTime(latency=cluster.latency_in_node, in_node=size / speed_in_node)
     if kind == "all_to_all":
+        # Pairwise: each rank sends 1/p of the bytes to each of the others, one after the other (Thakur et al. 2005,
+        # section 4.4).
         ranks = in_node * nodes
         peers_in_node = in_node - 1
         peers_in_other_nodes = ranks - in_node
@@ -574,14 +601,33 @@ def link_time(kind: str, size: float, in_node: int, nodes: int, cluster: Cluster
             in_node=size * peers_in_node / ranks / speed_in_node,
             between=size * peers_in_other_nodes / ranks / speed_between,
         )
+    return ring_time(kind, size, in_node, nodes, cluster)
+
+
+def ring_time(kind: str, size: float, in_node: int, nodes: int, cluster: Cluster) -> LinkTime:
+    """Seconds of an all-gather, reduce-scatter or all-reduce of ``size`` bytes on rings.
+
+    With p ranks, a latency α and β seconds for each byte, an all-gather or a reduce-scatter on a ring takes
+    (p-1)α + (p-1)/p · nβ for n bytes, and an all-reduce both of them (Thakur et al. 2005, sections 4.1 and 4.5).
+
+    A ring is planned in each node, and then rings between the nodes, in which each of g GPUs of a node sends its part
+    of n/g bytes. That is the least that is possible. NCCL's own ring over all W ranks sends (W-1)/W · n/g over each
+    link between nodes, on two nodes of eight nearly twice as much, but sends in the node at the same time
+    (src/graph/tuning.cc), where this plan adds both times.
+    """
+    # Nothing is ever sent over a link whose speed is not given, so its time is 0.
+    speed_in_node = cluster.link_in_node or math.inf
+    speed_between = cluster.link_between or math.inf
     rounds = 1
     steps_between = nodes - 1
     if kind == "all_reduce":
         rounds = 2  # a reduce-scatter, then an all-gather
+        # NCCL has trees for all-reduces only (NVIDIA/nccl#1473), which take fewer steps between nodes than a ring.
         steps_between = math.ceil(math.log2(nodes))
-    latency = (in_node - 1) * cluster.latency_in_node + steps_between * cluster.latency_between
+    latency_in_node = (in_node - 1) * cluster.latency_in_node
+    latency_between = steps_between * cluster.latency_between
     return LinkTime(
-        latency=rounds * latency,
+        latency=rounds * (latency_in_node + latency_between),
         in_node=rounds * (in_node - 1) / in_node * size / speed_in_node,
         between=rounds * (nodes - 1) / nodes * size / in_node / speed_between,
     )

@@ -126,20 +126,21 @@ def ranked(model: Model, cluster: Cluster, batch: int, dtype: str) -> str:
 
 
 def ask(given: Mapping[str, str]) -> Question:
-    """Turn the text of some inputs into the question that they ask; inputs that are not given have their defaults.
+    """Turn the texts of the form's inputs into a question for the planner; inputs that are not given have defaults.
 
-    given: {name of an Input: its text}; names that are no inputs are ignored. Raises PlanError for a wrong text, or if
-    the layout does not divide the GPUs: those that tp, pp and cp leave over become data-parallel ranks.
+    given: {name of an Input: its text}, such as {"model": "llama3-8b", "gpus": "64", "tp": "8"}; names that are no
+    inputs are ignored. The GPUs that tp, pp and cp leave over become data-parallel ranks. Raises PlanError for a wrong
+    text, or if the layout does not divide the GPUs.
     """
     values = dict(DEFAULTS)
     for name, text in given.items():
         if name in INPUTS:
             values[name] = text.strip()
 
-    sizes = {}  # of the model, where they differ from the preset's
+    model_sizes = {}  # where they differ from the preset's
     for name in MODEL_SIZES:
         if values[name]:
-            sizes[name] = whole_number(INPUTS[name], values[name])
+            model_sizes[name] = whole_number(INPUTS[name], values[name])
     fields_of_layout = {}
     for name in (*OF_LAYOUT, *OF_STEP):
         fields_of_layout[name] = parsed(INPUTS[name], values[name])
@@ -151,28 +152,29 @@ def ask(given: Mapping[str, str]) -> Question:
         refuse(f"{gpus} GPUs do not divide by tp x pp x cp = {ranks}", hint)
     layout = {"dp": gpus // ranks, **fields_of_layout}
     return Question(
-        model=models.model_of({"preset": values["model"], **sizes}),
+        model=models.model_of({"preset": values["model"], **model_sizes}),
         cluster=clusters.cluster_of(values["cluster"], gpus),
         layout=layout,
-        command=command_of(values, sizes, layout),
+        command=command_of(values, model_sizes, layout),
     )
 
 
-def command_of(values: Mapping[str, str], sizes: dict[str, int], layout: dict[str, Any]) -> str:
-    """The line for a terminal that prints the same plan. Fields of the layout that have their defaults are left out.
+def command_of(values: Mapping[str, str], model_sizes: dict[str, int], layout: dict[str, Any]) -> str:
+    """The line for a terminal that prints the same plan as the form.
 
-    Only dp is always in it, because the command makes a search of a layout without any size of the mesh.
+    Such as "python -m helpers plan llama3-8b h100 --gpus=64 --layout=dp=8,tp=8". Fields of the layout that have their
+    defaults are left out, except dp: without any size of the mesh, the command would search for a layout.
     """
     defaults = vars(Layout())
-    changed = {}
+    layout_fields = {}
     for name, value in layout.items():
         if name == "dp" or value != defaults[name]:
-            changed[name] = value
+            layout_fields[name] = value
     command = ["python", "-m", "helpers", "plan", values["model"], values["cluster"]]
     command.append(f"--gpus={values['gpus']}")
-    if sizes:
-        command.append(f"--sizes={as_argument(sizes)}")
-    command.append(f"--layout={as_argument(changed)}")
+    if model_sizes:
+        command.append(f"--sizes={as_argument(model_sizes)}")
+    command.append(f"--layout={as_argument(layout_fields)}")
     return shlex.join(command)
 
 

@@ -151,7 +151,7 @@ class Layout(Record):
         return layers
 
     def part_layers(self, model: Model) -> list[int]:
-        """How many layers each of the pp · interleave parts of the model has, in the model's order.
+        """How many layers each of the pp · interleave parts of the model has, in the model's order: such as [3, 4, 3].
 
         With p stages, stage i has the parts i, p + i, 2p + i and so on (Narayanan et al. 2021, section 2.2). If the
         layers do not divide evenly, parts in the middle have one more, as in torchtitan's generate_split_points (commit
@@ -162,10 +162,10 @@ class Layout(Record):
         account_for_loss_in_pipeline_split of Megatron-LM).
         """
         parts = self.pp * self.interleave
-        layers_per_part, remainder = divmod(self.counted_layers(model), parts)
+        layers_per_part, remaining_layers = divmod(self.counted_layers(model), parts)
         sizes = [layers_per_part] * parts
-        first_larger_part = (parts - remainder) // 2
-        for part in range(first_larger_part, first_larger_part + remainder):
+        first_larger_part = (parts - remaining_layers) // 2
+        for part in range(first_larger_part, first_larger_part + remaining_layers):
             sizes[part] += 1
         if self.outer_layers:
             sizes[0] -= 1
@@ -192,7 +192,10 @@ class Layout(Record):
         return layers
 
     def check(self, model: Model, cluster: Cluster | None = None) -> Self:
-        """Raise a PlanError if this model, or this cluster, cannot be divided like this; return the layout."""
+        """Raise a PlanError if this layout cannot divide a model, or does not fit a cluster; return the layout.
+
+        It fits a cluster of as many GPUs as the layout has, whose GPUs have a peak for the layout's types.
+        """
         self.check_tensors(model)
         self.check_stages(model)
         self.check_sequence(model)
@@ -222,19 +225,23 @@ class Layout(Record):
             refuse(f"an MLP of {model.ffn} does not divide by tp = {tp}", "a divisor of ffn as tp")
 
     def check_stages(self, model: Model) -> None:
-        """Raise a PlanError if a stage would have no layer, or if layers that must divide evenly do not."""
-        stages = self.pp * self.interleave
-        if stages > model.layers or 0 in self.part_layers(model):
-            refuse(f"{model.layers} layers cannot fill {stages} stages (pp x interleave)", "fewer stages")
+        """Raise a PlanError if a pipeline stage would have no layer, or if layers that must divide evenly do not.
+
+        With an interleaved schedule the same holds for each of the parts that a stage has.
+        """
+        parts = self.pp * self.interleave
+        if parts > model.layers or 0 in self.part_layers(model):
+            refuse(f"{model.layers} layers cannot fill {parts} stages (pp x interleave)", "fewer stages")
 
         layers = self.counted_layers(model)
-        if layers % stages == 0 or self.uneven_stages:
+        divide_evenly = layers % parts == 0
+        if divide_evenly or self.uneven_stages:
             return
         option = "uneven_stages = true"
         layers_with_outer_ones = model.layers + OUTER_LAYERS
-        if layers_with_outer_ones % stages == 0:
+        if layers_with_outer_ones % parts == 0:
             option = "outer_layers = true"
-        problem = f"{layers} layers do not divide into {stages} stages (pp x interleave)"
+        problem = f"{layers} layers do not divide into {parts} stages (pp x interleave)"
         refuse(problem, f"a divisor of {layers}, or {option}")
 
     def check_sequence(self, model: Model) -> None:

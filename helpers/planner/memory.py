@@ -36,57 +36,63 @@ class Unit:
 
 
 def units_of(model: Model, layout: Layout, stage: int, sharded: tuple[str, ...] = VOCABULARY) -> list[Unit]:
-    """List the parameters that one rank of a pipeline stage computes with, as the units that fully_shard gathers.
+    """The parameters that one rank of a pipeline stage computes with, in the groups that fully_shard gathers at once.
 
-    A stage has at most two kinds of layers, those with experts and those without. All layers of a kind are one Unit,
-    and what is outside the layers is another. sharded: which of embedding and head tensor parallelism divides along the
-    vocabulary; one that is not in it is whole on every rank.
+    A stage has at most two kinds of layers, those with experts and those without. Equal layers are one Unit, which says
+    how many there are. The embedding, the head and whatever else is outside the layers are another Unit.
+
+    sharded: which of "embedding" and "head" tensor parallelism divides along the vocabulary. One that is not in it is
+    whole on every rank.
     """
     units = []
-    layer_kinds = Counter(model.has_experts(layer) for layer in layout.layers_of(model, stage))
-    for has_experts, layers in layer_kinds.items():
-        units += units_of_layers(model, layout, has_experts, layers)
+    layers_have_experts = [model.has_experts(layer) for layer in layout.layers_of(model, stage)]
+    for has_experts, layer_count in Counter(layers_have_experts).items():
+        units += units_of_layers(model, layout, has_experts, layer_count)
 
-    tensors_outside = []
+    outer_parts = []
     for tensor in outer_tensors_of(model, layout, stage):
-        is_whole = tensor.name in VOCABULARY and tensor.name not in sharded
-        if not is_whole:
-            tensor = local(tensor, model, layout.tp)
-        tensors_outside.append(tensor)
-    if tensors_outside:
-        units.append(Unit(OUTSIDE, times=1, expert_ranks=1, tensors=tensors_outside))
+        is_whole_on_each_rank = tensor.name in VOCABULARY and tensor.name not in sharded
+        if is_whole_on_each_rank:
+            outer_parts.append(tensor)
+        else:
+            outer_parts.append(part_on_rank(tensor, model, layout.tp))
+    if outer_parts:
+        units.append(Unit(OUTSIDE, times=1, expert_ranks=1, tensors=outer_parts))
     return units
 
 
-def units_of_layers(model: Model, layout: Layout, has_experts: bool, layers: int) -> list[Unit]:
-    """The units of so many equal layers, which have experts or do not.
+def units_of_layers(model: Model, layout: Layout, has_experts: bool, layer_count: int) -> list[Unit]:
+    """The units of ``layer_count`` equal layers on one rank: one Unit, or two if expert parallelism divides experts.
 
-    Expert parallelism divides the routed experts among ep ranks. Since other ranks hold the same ones then, they are a
-    unit of their own. Every rank has the rest of the layer, with the shared experts.
+    Expert parallelism gives each of ep ranks other routed experts. They are a unit of their own, because fewer ranks
+    hold the same ones. The rest of the layer, with the shared experts that see every token, is on every rank.
     """
     divides_experts = has_experts and layout.ep > 1
-    tensors = []
-    expert_tensors = []
+    layer_parts = []
+    expert_parts = []
     for tensor in layer_tensors(model, has_experts):
-        tensor_on_rank = local(tensor, model, layout.tp)
+        part = part_on_rank(tensor, model, layout.tp)
         if divides_experts and tensor.name in MLP:
-            expert_tensors.append(tensor_on_rank._replace(copies=model.experts // layout.ep))
-            tensor_on_rank = tensor_on_rank._replace(copies=model.shared_experts)
-        tensors.append(tensor_on_rank)
-    units = [Unit("layers", times=layers, expert_ranks=1, tensors=tensors)]
-    if expert_tensors:
-        units.append(Unit("experts", times=layers, expert_ranks=layout.ep, tensors=expert_tensors))
+            # The tensor stands for all experts of the layer, the routed and the shared ones.
+            expert_parts.append(part._replace(copies=model.experts // layout.ep))
+            layer_parts.append(part._replace(copies=model.shared_experts))
+        else:
+            layer_parts.append(part)
+
+    units = [Unit("layers", times=layer_count, expert_ranks=1, tensors=layer_parts)]
+    if divides_experts:
+        units.append(Unit("experts", times=layer_count, expert_ranks=layout.ep, tensors=expert_parts))
     return units
 
 
-def local(tensor: Tensor, model: Model, tp: int) -> Tensor:
+def part_on_rank(tensor: Tensor, model: Model, tp: int) -> Tensor:
     """The part of a tensor that one of tp tensor-parallel ranks has, rounded up if it does not divide evenly.
 
     If there are fewer heads of keys and values than ranks, several ranks have a copy of the same head.
     """
     if tensor.name in KEYS_AND_VALUES:
-        heads = max(model.kv_heads // tp, 1)
-        return tensor._replace(rows=model.head_width * heads)
+        heads_on_rank = max(model.kv_heads // tp, 1)
+        return tensor._replace(rows=model.head_width * heads_on_rank)
     if tensor.split == "rows":
         return tensor._replace(rows=math.ceil(tensor.rows / tp))
     if tensor.split == "columns":
@@ -95,22 +101,21 @@ def local(tensor: Tensor, model: Model, tp: int) -> Tensor:
 
 
 def outer_tensors_of(model: Model, layout: Layout, stage: int) -> list[Tensor]:
-    """Tensors of a stage outside its layers: the embeddings on the first, the norm and the head on the last.
+    """The tensors outside the layers that a pipeline stage has.
 
-    A tied head is the embedding's matrix. Where the embedding is on another stage, the last stage has a copy of it
-    (Megatron-LM).
+    The first stage has the embeddings, the last one the norm behind the layers and the head. If the head is tied, it is
+    the embedding's matrix. Then a last stage that is not also the first has a copy of it (Megatron-LM).
     """
-    is_first = stage == 0
-    is_last = stage == layout.pp - 1
+    is_first_stage = stage == 0
+    is_last_stage = stage == layout.pp - 1
     tensors = []
     for tensor in outer_tensors(model):
-        follows_layers = tensor.name in ("norm", "norm bias", "head")
+        comes_after_layers = tensor.name in ("norm", "norm bias", "head")
+        comes_before_layers = not comes_after_layers
         is_tied_head = model.tied and tensor.name == "embedding"
-        belongs_to_first = not follows_layers
-        belongs_to_last = follows_layers or is_tied_head
-        if is_first and belongs_to_first:
+        if is_first_stage and comes_before_layers:
             tensors.append(tensor)
-        elif is_last and belongs_to_last:
+        elif is_last_stage and (comes_after_layers or is_tied_head):
             tensors.append(tensor)
     return tensors
 
@@ -136,29 +141,32 @@ def fsdp_parameters(model: Model, layout: Layout, stage: int) -> int:
 
 
 def shared_parameters(model: Model, layout: Layout, stage: int, shards: str = "rows") -> float:
-    """How many parameters of a stage the first rank keeps if ranks share them, as ZeRO and fully_shard do.
+    """How many parameters the first rank of a pipeline stage keeps if ranks share them, as ZeRO and fully_shard do.
 
     shards: "rows" cuts each tensor between its rows and rounds up, as fully_shard does, so that the first rank has
     most; "even" cuts one flat tensor of all parameters (ZeRO's formula, DeepSpeed, Megatron-LM).
     """
-    total: float = 0
+    parameters: float = 0
     for unit in units_of(model, layout, stage):
         # Only ranks that have the same experts can share them.
-        sharers = max(layout.sharers // unit.expert_ranks, 1)
+        ranks_that_share = max(layout.sharers // unit.expert_ranks, 1)
         for tensor in unit.tensors:
-            rows: float = tensor.rows / sharers
+            rows_on_rank: float = tensor.rows / ranks_that_share
             if shards == "rows":
-                rows = math.ceil(rows)
-            total += unit.times * tensor.copies * tensor.columns * rows
-    return total
+                rows_on_rank = math.ceil(rows_on_rank)
+            parameters += unit.times * tensor.copies * tensor.columns * rows_on_rank
+    return parameters
 
 
 def states_per_rank(parameters: float, shard: float, zero: int, sizes: StateBytes) -> dict[str, float]:
-    """{kind: bytes} of parameters, gradients and optimizer state on a rank.
+    """{kind: bytes} of parameters, gradients and optimizer state on one rank.
 
-    parameters: how many the rank computes with. shard: how many of them it keeps where they are divided. ZeRO stage 1
-    divides the optimizer's state, stage 2 the gradients, too, and stage 3 all: for Ψ parameters in mixed precision and
-    N ranks 16Ψ, 4Ψ + 12Ψ/N, 2Ψ + 14Ψ/N and 16Ψ/N bytes for stages 0 to 3 (Rajbhandari et al. 2020, figure 1).
+    parameters: how many parameters the rank computes with. shard: how many of them it keeps of a state that ranks
+    share. zero: the stage of ZeRO. Stage 1 shares the optimizer state, stage 2 also the gradients, and stage 3 also the
+    parameters.
+
+    For Ψ parameters in mixed precision and N ranks, stages 0 to 3 need 16Ψ, 4Ψ + 12Ψ/N, 2Ψ + 14Ψ/N and 16Ψ/N bytes
+    (Rajbhandari et al. 2020, figure 1).
     """
     return {
         "parameters": (shard if zero == 3 else parameters) * sizes.parameter,
@@ -175,8 +183,9 @@ def activations_per_layer(
 ) -> float:
     """Bytes that one layer stores on one rank for the backward of one micro-batch.
 
-    layer: its number, which matters only in models with experts. recompute: what is recomputed, instead of the
-    layout's. sequence_inputs: the convention of that name; the paper's formulas are for "again".
+    layer: its number, which matters only in models with experts; -1 is the last one. recompute: what the backward
+    computes again, such as "full"; empty for what the layout says. sequence_inputs: whether the inputs that sequence
+    parallelism has gathered are "kept" for the backward, or gathered "again" in it, as in the paper's formulas.
 
     For GPT with s tokens, a micro-batch of b, width h, a heads and t = tp this is sbh(34 + 5as/h) in 16 bits; with
     tensor parallelism sbh(10 + 24/t + 5as/ht), with sequence parallelism, too, sbh(34 + 5as/h)/t. Selective
@@ -194,20 +203,20 @@ def activations_per_layer(
     if recompute == "sac":
         return tokens * sac_numbers(model, layout, has_experts) * number_bytes
 
-    # Numbers for each token that tensor parallelism divides: queries and attention's output, then keys and values.
-    # Latent attention adds to each query, and to each key, the numbers that tell positions.
-    positions = 2 * model.heads * model.position_width
-    divided = 2 * model.attention_width + 2 * model.head_width * model.kv_heads + positions
-    # Numbers for each token that only sequence parallelism divides: the norms' inputs.
-    undivided = model.norms * model.width
-    # What the MLP stores between its matrices.
+    # How many numbers a layer stores for each token. First those of attention: the queries and the output, then keys
+    # and values. Latent attention adds to each query, and to each key, the numbers that tell positions.
+    position_numbers = 2 * model.heads * model.position_width
+    attention_numbers = 2 * model.attention_width + 2 * model.head_width * model.kv_heads + position_numbers
+    norm_inputs = model.norms * model.width
+    routing_numbers = 0
+    # What the MLP, or each expert that works on the token, stores between its matrices.
     if has_experts:
         experts = model.active_experts + model.shared_experts
-        divided += experts * model.mlp_matrices * model.ffn
-        # A copy of the token for each further expert, and the router's scores.
-        undivided += (experts - 1) * model.width + model.experts
+        mlp_numbers = experts * model.mlp_matrices * model.ffn
+        # Each expert but the first has a copy of the token. The router has a score for each expert.
+        routing_numbers = (experts - 1) * model.width + model.experts
     else:
-        divided += model.mlp_matrices * model.ffn_of_dense_layers
+        mlp_numbers = model.mlp_matrices * model.ffn_of_dense_layers
     # The inputs of attention and MLP. Sequence parallelism gathers them: either they are kept as gathered, or each rank
     # keeps its part and gathers again in the backward.
     inputs: float = 2 * model.width
@@ -217,55 +226,64 @@ def activations_per_layer(
     if model.dropout:
         mask_bytes = 2 * model.width  # after attention and after the MLP, one byte for each number
 
-    bytes_per_token = divided * number_bytes / layout.tp
+    # Tensor parallelism divides what attention and the MLP compute. Only sequence parallelism divides the rest.
+    bytes_per_token = (attention_numbers + mlp_numbers) * number_bytes / layout.tp
     bytes_per_token += inputs * number_bytes
-    bytes_per_token += (undivided * number_bytes + mask_bytes) / layout.norm_sharers
+    bytes_per_token += ((norm_inputs + routing_numbers) * number_bytes + mask_bytes) / layout.norm_sharers
     if layout.attention == "scores" and recompute == "none":
-        score_bytes = number_bytes  # the softmax's output
+        bytes_per_score = number_bytes  # the softmax's output
         if model.dropout:
-            score_bytes += number_bytes + 1  # dropout's output, and its mask of one byte
-        bytes_per_token += score_bytes * model.heads * model.seq / layout.tp
+            bytes_per_score += number_bytes + 1  # dropout's output, and its mask of one byte
+        scores_per_token = model.heads * model.seq
+        bytes_per_token += bytes_per_score * scores_per_token / layout.tp
     return tokens * bytes_per_token
 
 
 def sac_numbers(model: Model, layout: Layout, has_experts: bool) -> float:
-    """How many numbers for each token selective checkpointing of operations keeps of a layer.
+    """How many numbers a layer stores for each token under selective activation checkpointing (SAC) of operations.
 
-    It keeps the layer's input and the outputs of attention, of every second matrix product and of each reduce-scatter
-    (torchtitan, distributed/activation_checkpoint.py).
+    These are the layer's input and the outputs of attention, of every second matrix product and of each reduce-scatter.
+    The backward computes the rest again (torchtitan, distributed/activation_checkpoint.py).
     """
-    kept = model.width / layout.norm_sharers + model.attention_width / layout.tp
+    layer_input = model.width / layout.norm_sharers
+    attention_output = model.attention_width / layout.tp
+    numbers = layer_input + attention_output
     if layout.sequence_parallel:
-        kept += 2 * model.width / layout.tp  # A layer has two reduce-scatters.
+        reduce_scatters = 2  # behind attention and behind the MLP
+        numbers += reduce_scatters * model.width / layout.tp
     every_second_matrix = matrices_of(model, has_experts)[::2]
     for matrix in every_second_matrix:
-        # A product with a matrix of [rows, columns] has as many numbers as the matrix has rows.
-        kept += local(matrix, model, layout.tp).rows
-    return kept
+        # The product of a matrix of [rows, columns] with one token has as many numbers as the matrix has rows.
+        numbers += part_on_rank(matrix, model, layout.tp).rows
+    return numbers
 
 
 def in_flight(layout: Layout, stage: int, convention: str = "schedule") -> float:
-    """How many micro-batches' activations a pipeline stage holds at once, at most; each is of all the stage's layers.
+    """For how many micro-batches a pipeline stage holds activations at once, at most.
+
+    A micro-batch counts as one if all layers of the stage hold its activations, so the result may be a fraction.
+    convention: "schedule" for what the layout's schedule needs; "one" for a single micro-batch, whatever the schedule.
 
     With 1F1B the first of p stages holds p micro-batches of L/p layers each, as much as one GPU without stages holds.
     Interleaving v parts on a stage makes that p(1 + (p-1)/(pv)) (Korthikanti et al. 2022, section 4.2.3). GPipe holds
-    all m micro-batches. convention: the one of the same name; "one" is for a single micro-batch, whatever the schedule.
+    all micro-batches of a step.
     """
-    p = layout.pp
-    m = layout.micro_batches
-    v = layout.interleave
+    stages = layout.pp
+    micro_batches = layout.micro_batches
+    parts_of_stage = layout.interleave
     if convention == "one":
         return 1
     if layout.schedule == "gpipe":
-        return m
-    if v == 1:
-        stages_from_here_on = p - stage
-        return min(stages_from_here_on, m)
-    # A stage runs so many forwards of a part of the model before its first backward, and one more just before it
-    # (num_warmup_microbatches in Megatron-LM's schedules.py). Each holds a v-th of the stage's layers.
-    warmup_forwards = 2 * (p - stage - 1) + (v - 1) * p
-    forwards = min(warmup_forwards + 1, m * v)
-    return forwards / v
+        return micro_batches
+    if parts_of_stage == 1:
+        stages_from_here_on = stages - stage
+        return min(stages_from_here_on, micro_batches)
+
+    # How many forwards, each of one part of the stage, come before the first backward: these, and one more just before
+    # it (num_warmup_microbatches in Megatron-LM's schedules.py).
+    warmup_forwards = 2 * (stages - stage - 1) + (parts_of_stage - 1) * stages
+    forwards_of_parts = min(warmup_forwards + 1, micro_batches * parts_of_stage)
+    return forwards_of_parts / parts_of_stage
 
 
 # --- All of a rank ----------------------------------------------------------------------------------------------------
@@ -277,51 +295,73 @@ def memory(model: Model, layout: Layout, conventions: Conventions) -> list[dict[
 
 
 def stage_memory(model: Model, layout: Layout, conventions: Conventions, stage: int) -> dict[str, float]:
-    """{kind: bytes} on the first rank of a stage, at the moment of a step that needs most; "total" is their sum.
+    """{kind: bytes} that the first rank of a pipeline stage needs when a step needs most; "total" is their sum.
 
     Memory is fullest when the backward begins, with all activations and the output, or when the first gradient of a
     sharded layer is reduced. PyTorch's FSDPMemTracker sees the same within 3 % (chapter 15).
     """
-    number_bytes = layout.element_bytes
-    tokens = layout.tokens(model)
     kinds = bytes_of_states(model, layout, conventions, stage)
 
-    # What the forward stores for the backward: in bytes for one micro-batch, layer by layer, and then all of it.
-    layers = layout.layers_of(model, stage)
+    # What the forwards before the first backward have stored, for one micro-batch and for all of them.
+    stored_by_layer = []
+    for layer in layout.layers_of(model, stage):
+        inputs = conventions.sequence_inputs
+        stored_by_layer.append(activations_per_layer(model, layout, layer, sequence_inputs=inputs))
     micro_batches = in_flight(layout, stage, conventions.in_flight)
-    inputs = conventions.sequence_inputs
-    stored = [activations_per_layer(model, layout, layer, sequence_inputs=inputs) for layer in layers]
-    kinds["activations"] = sum(stored) * micro_batches
+    kinds["activations"] = sum(stored_by_layer) * micro_batches
 
-    # While a layer's backward runs, it holds the gradients of its MLP's inner numbers, and of its output. The last
-    # matrix of an MLP reads inner numbers, and each of the others makes some.
-    experts_at_work = max(model.active_experts, 1)
-    inner = (model.mlp_matrices - 1) * model.ffn * experts_at_work
-    kinds["working"] = tokens * number_bytes * (inner / layout.tp + model.width)
+    kinds["working"] = bytes_of_mlp_backward(model, layout)
     if layout.recomputes_layers:
-        kinds["recomputed layer"] = activations_per_layer(model, layout, layers[-1], "none", inputs)
-        if layout.recompute == "sac":
-            kinds["recomputed layer"] -= stored[-1]  # What was kept is not computed again.
+        stored_by_last_layer = stored_by_layer[-1]
+        kinds["recomputed layer"] = recomputed_bytes(model, layout, conventions, stage, stored_by_last_layer)
     if stage == 0 and model.dropout:
-        # A mask of one byte, sbhp/t (Korthikanti et al. 2022, section 4.3).
-        kinds["embedding's dropout"] = tokens * model.width * micro_batches / layout.norm_sharers
+        # A mask of one byte for each number of the hidden states (Korthikanti et al. 2022, section 4.3: sbhp/t).
+        kinds["embedding's dropout"] = layout.tokens(model) * model.width * micro_batches / layout.norm_sharers
     if stage == layout.pp - 1:
         logits = logits_bytes(model, layout, conventions)
-        # The inputs of the last norm and of the head, and the logits: 4sbh/t · (1 + v/h), section 4.3.
-        kinds["output"] = 2 * tokens * model.width * number_bytes / layout.norm_sharers + logits
+        # The inputs of the last norm and of the head, and the logits (section 4.3: 4sbh/t · (1 + v/h)).
+        inputs_of_norm_and_head = 2 * layout.tokens(model) * model.width * layout.element_bytes / layout.norm_sharers
+        kinds["output"] = inputs_of_norm_and_head + logits
         # The logits are freed before the layers' backward, which uses their memory.
         kinds["working"] = max(kinds["working"] - logits, 0)
 
     if layout.zero == 3:
-        kinds = fullest_moment(model, layout, conventions, stage, kinds, stored)
+        kinds = fullest_moment(model, layout, conventions, stage, kinds, stored_by_layer)
     if conventions.allocator == "reserved":
         kinds["allocator's gaps"] = ALLOCATOR_GAPS * sum(kinds.values())
     kinds["total"] = sum(kinds.values())
     return kinds
 
 
+def bytes_of_mlp_backward(model: Model, layout: Layout) -> float:
+    """Bytes of the gradients that one rank holds while the backward of a layer's MLP runs.
+
+    They are the gradients of the numbers between the MLP's matrices, and of the MLP's output. The last matrix reads
+    those numbers, and each other matrix makes ffn of them for each token.
+    """
+    matrices_before_last = model.mlp_matrices - 1
+    experts_per_token = max(model.active_experts, 1)  # 1 for an MLP without experts
+    inner_numbers = matrices_before_last * model.ffn * experts_per_token
+    numbers_per_token = inner_numbers / layout.tp + model.width
+    return layout.tokens(model) * layout.element_bytes * numbers_per_token
+
+
+def recomputed_bytes(
+    model: Model, layout: Layout, conventions: Conventions, stage: int, stored_by_last_layer: float
+) -> float:
+    """Bytes of activations that the backward makes again for a stage's last layer, with which it begins.
+
+    stored_by_last_layer: bytes of that layer's activations that the forward has stored.
+    """
+    last_layer = layout.layers_of(model, stage)[-1]
+    all_activations = activations_per_layer(model, layout, last_layer, "none", conventions.sequence_inputs)
+    if layout.recompute == "sac":
+        return all_activations - stored_by_last_layer  # What was stored is not computed again.
+    return all_activations
+
+
 def bytes_of_states(model: Model, layout: Layout, conventions: Conventions, stage: int) -> dict[str, float]:
-    """{kind: bytes} of parameters, gradients and optimizer state on the first rank of a pipeline stage, on the GPU."""
+    """{kind: bytes} of parameters, gradients and optimizer state in the GPU of a pipeline stage's first rank."""
     parameters = stage_parameters(model, layout, stage)
     cut = "even"  # ZeRO-1 and 2 cut one flat tensor.
     if layout.zero == 3:
@@ -329,6 +369,7 @@ def bytes_of_states(model: Model, layout: Layout, conventions: Conventions, stag
     shard = shared_parameters(model, layout, stage, cut)
     kinds = states_per_rank(parameters, shard, layout.zero, conventions.state_bytes)
     if layout.offload:
+        # They are in the host's memory.
         kinds["gradients"] = 0
         kinds["optimizer"] = 0
     return kinds
@@ -354,7 +395,7 @@ class Gathered:
     """Bytes of parameters and gradients that fully_shard holds in full, beside its shards, at two moments of a step."""
 
     backward_begins: float
-    first_reduction: float  # when the gradient of the first layer is reduced
+    first_reduction: float  # when the first gradient is reduced, that of the stage's last layer
 
 
 def fullest_moment(
@@ -363,83 +404,102 @@ def fullest_moment(
     conventions: Conventions,
     stage: int,
     kinds: dict[str, float],
-    stored: list[float],
+    stored_by_layer: list[float],
 ) -> dict[str, float]:
-    """Choose the fuller of two moments of a step with fully_shard, and return its {kind: bytes}, with "gathered".
+    """The {kind: bytes} of a stage's first rank under fully_shard, at the fuller of two moments of a step.
 
-    kinds: the memory of the stage's first rank without what is gathered. stored: bytes of activations of each layer.
+    The first is when the backward begins: all activations are there. The second is when the first gradient is reduced,
+    that of the stage's last layer: the activations of the last two layers and the output are gone by then, but more
+    parameters and gradients are gathered (see gathered_for_each_pass).
 
-    When the backward begins, all activations are there. When the gradient of the first layer is reduced, the
-    activations of the last two layers and the output are gone, but more is gathered (see gathered_for_each_pass).
+    kinds: {kind: bytes} without what is gathered. stored_by_layer: bytes of activations that each layer has stored. The
+    result has "gathered" as a further kind: the full parameters and gradients beside the rank's own shards.
     """
-    layers = len(stored)
+    layers = len(stored_by_layer)
     parameters = fsdp_parameters(model, layout, stage)
-    outside = sum(local(tensor, model, layout.tp).numbers for tensor in outer_tensors_of(model, layout, stage))
-    parameters_of_layer = (parameters - outside) / layers
-    accumulates = layout.micro_batches > 1
+    outer_tensors_on_rank = [
+        part_on_rank(tensor, model, layout.tp) for tensor in outer_tensors_of(model, layout, stage)
+    ]
+    outer_parameters = sum(tensor.numbers for tensor in outer_tensors_on_rank)
+    parameters_per_layer = (parameters - outer_parameters) / layers
     gathers_once = conventions.gathers_once(layout.pp)
     if gathers_once:
-        gathered = gathered_once_a_step(layout, conventions, parameters, parameters_of_layer)
+        gathered = gathered_once_a_step(layout, conventions, parameters, parameters_per_layer)
     else:
-        gathered = gathered_for_each_pass(layout, outside, parameters_of_layer, layers)
+        gathered = gathered_for_each_pass(layout, outer_parameters, parameters_per_layer, layers)
     backward_begins = {**kinds, "gathered": gathered.backward_begins}
     first_reduction = {**kinds, "gathered": gathered.first_reduction, "output": 0, "working": 0}
-    first_reduction["activations"] -= sum(stored[-2:])
+    first_reduction["activations"] -= sum(stored_by_layer[-2:])
 
-    # The gradients of experts that FSDP leaves as they are stay from one micro-batch to the next.
-    staying_gradients: float = 0
-    if accumulates:
-        left_as_they_are = stage_parameters(model, layout, stage) - parameters
-        staying_gradients = left_as_they_are * conventions.state_bytes.gradient
-    if gathers_once or not accumulates:
-        # The optimizer's zero_grad has freed the gradients. Reduced ones come layer by layer.
-        reduced_gradients = kinds["gradients"] - staying_gradients
-        backward_begins["gradients"] = staying_gradients
-        first_reduction["gradients"] = staying_gradients + reduced_gradients / layers
-    return max(backward_begins, first_reduction, key=lambda moment: sum(moment.values()))
+    # The gradients of experts that no other rank has are not sharded. They stay from one micro-batch to the next.
+    accumulates_gradients = layout.micro_batches > 1
+    unsharded_gradients: float = 0
+    if accumulates_gradients:
+        unsharded_parameters = stage_parameters(model, layout, stage) - parameters
+        unsharded_gradients = unsharded_parameters * conventions.state_bytes.gradient
+    if gathers_once or not accumulates_gradients:
+        # The optimizer's zero_grad has freed the sharded gradients, and new ones come layer by layer.
+        sharded_gradients = kinds["gradients"] - unsharded_gradients
+        backward_begins["gradients"] = unsharded_gradients
+        first_reduction["gradients"] = unsharded_gradients + sharded_gradients / layers
+
+    if sum(first_reduction.values()) > sum(backward_begins.values()):
+        return first_reduction
+    return backward_begins
 
 
 def gathered_once_a_step(
-    layout: Layout, conventions: Conventions, parameters: int, parameters_of_layer: float
+    layout: Layout, conventions: Conventions, parameters: int, parameters_per_layer: float
 ) -> Gathered:
-    """What fully_shard holds in full if it gathers once a step, as in a pipeline (reshard_after_forward=False).
+    """Bytes that fully_shard holds in full if it gathers once a step, as in a pipeline (reshard_after_forward=False).
 
-    All parameters of the stage stay, and so do all gradients if several micro-batches add to them
+    All parameters of the stage stay gathered, and so do all gradients if several micro-batches add to them
     (set_requires_gradient_sync). A rank of 16-bit parameters and float32 gradients then holds 2Ψ + 4Ψ bytes, for the Ψ
-    parameters of its stage, beside the shares of its states (torchtitan, fsdp_reshard_after_forward).
+    parameters of its stage, beside its own shards (torchtitan, fsdp_reshard_after_forward).
     """
-    kept_bytes = layout.element_bytes  # for each parameter
-    # From PyTorch 2.15 on, one layer is in the buffer of an all-gather at a time, and before it two were.
-    buffer_bytes = layout.element_bytes  # for each parameter of that layer
+    kept_bytes_per_parameter = layout.element_bytes
+    # The all-gather has a buffer for one layer at a time from PyTorch 2.15 on; before, it was for two.
+    buffer_bytes_per_parameter = layout.element_bytes
     if layout.micro_batches > 1:
-        kept_bytes += reduced_bytes(conventions)
-        buffer_bytes = reduced_bytes(conventions)  # The buffer of a reduce-scatter is larger then.
-    kept: float = kept_bytes * parameters
-    return Gathered(backward_begins=kept, first_reduction=kept + buffer_bytes * parameters_of_layer)
+        gradient_bytes = reduced_bytes(conventions)
+        kept_bytes_per_parameter += gradient_bytes
+        buffer_bytes_per_parameter = gradient_bytes  # The largest buffer is a reduce-scatter's then.
+
+    kept: float = kept_bytes_per_parameter * parameters
+    buffer = buffer_bytes_per_parameter * parameters_per_layer
+    return Gathered(backward_begins=kept, first_reduction=kept + buffer)
 
 
-def gathered_for_each_pass(layout: Layout, outside: int, parameters_of_layer: float, layers: int) -> Gathered:
-    """What fully_shard holds in full if it gathers a layer for each pass, and frees it after that.
+def gathered_for_each_pass(layout: Layout, outer_parameters: int, parameters_per_layer: float, layers: int) -> Gathered:
+    """Bytes that fully_shard holds in full if each layer is gathered for its forward, freed, and gathered again.
 
-    outside: how many parameters of the stage are outside its layers. layers: how many layers the stage has.
+    This is reshard_after_forward=True. While a layer is computed, fully_shard already gathers the one that comes next.
+    In the backward, which goes from the last layer to the first, that is the layer before.
 
-    When the backward begins, the layer at work, the next one, and what is outside the layers are gathered. When the
-    gradient of the first layer is reduced, the layer's gradient is there, too, and the float32 memory in which the
-    gradient of the layer before is reduced (chapter 6 measures four times a block). A next layer is gathered then only
-    if the stage has more than two.
+    outer_parameters: parameters of the pipeline stage that are in no layer, such as the embedding's. layers: how many
+    layers the stage has.
     """
-    number_bytes = layout.element_bytes
+    # A parameter and its gradient have the type in which the layers compute. Gradients are reduced in float32.
+    parameter_bytes = layout.element_bytes
+    gradient_bytes = layout.element_bytes
     float32_bytes = 4
+
+    # The backward begins with the last layer. The layer before it is gathered already, too.
+    last_layer = parameter_bytes * parameters_per_layer
+    layer_before = parameter_bytes * parameters_per_layer
+    outer = parameter_bytes * outer_parameters
+    backward_begins = last_layer + layer_before + outer
+
+    # While the last layer's gradient is reduced, the backward of the layer before is at work, and the layer before that
+    # is gathered, if there is one. Chapter 6 measures this moment as four times a layer.
+    reduced_layer = float32_bytes * parameters_per_layer
+    layer_at_work = (parameter_bytes + gradient_bytes) * parameters_per_layer
     next_layer: float = 0
     if layers > 2:
-        next_layer = number_bytes * parameters_of_layer
-    # The layer's parameters, its gradient, and its float32 memory.
-    layer_at_work = (2 * number_bytes + float32_bytes) * parameters_of_layer
-    outside_with_gradients = 2 * number_bytes * outside
-    return Gathered(
-        backward_begins=2 * number_bytes * parameters_of_layer + number_bytes * outside,
-        first_reduction=next_layer + layer_at_work + outside_with_gradients,
-    )
+        next_layer = parameter_bytes * parameters_per_layer
+    outer_with_gradients = (parameter_bytes + gradient_bytes) * outer_parameters
+    first_reduction = next_layer + layer_at_work + reduced_layer + outer_with_gradients
+    return Gathered(backward_begins=backward_begins, first_reduction=first_reduction)
 
 
 def reduced_bytes(conventions: Conventions) -> int:

@@ -185,30 +185,31 @@ class Model(Record):
         """
         # A multiplication and an addition for each weight in the forward, and twice as many in the backward.
         flops_per_weight = 6
-        embedding = self.vocab * self.width
-        # A forward, and a backward that takes twice as much. A token is in a pair with each token of its sample.
-        attention = 3.0 * self.layers * self.seq * self.flops_per_pair
-        matrices = flops_per_weight * self.layer_parameters(active=True)
-        outer = flops_per_weight * self.outer_parameters()
+        embedding_flops = flops_per_weight * self.vocab * self.width
+        layer_flops = flops_per_weight * self.layer_parameters(active=True)
+        outer_flops = flops_per_weight * self.outer_parameters()
+        # A token is in a pair with each token of its sample. The backward takes two forwards.
+        forwards = 3.0
+        attention_flops = forwards * self.layers * self.seq * self.flops_per_pair
         if count == "6N":
-            attention = 0
+            attention_flops = 0
         elif count == "6(N-E)+A":
-            outer -= flops_per_weight * embedding
+            outer_flops -= embedding_flops
         elif count == "6(N-E)+A/2":
-            outer -= flops_per_weight * embedding
-            attention /= 2
+            outer_flops -= embedding_flops
+            attention_flops /= 2
         elif count == "gemm":
-            matrices = flops_per_weight * self.gemm_weights()
-            outer = flops_per_weight * embedding  # the head, which has as many weights
+            layer_flops = flops_per_weight * self.gemm_weights()
+            outer_flops = embedding_flops  # those of the head, which has as many weights as an embedding
         elif count != "6N+A":
             refuse(f"{count!r} is not a count of FLOPs that the planner knows", f"one of {', '.join(FLOPS)}")
 
         # A forward is a third of forward and backward. So repeating all of it makes four thirds.
         if recompute == "full":
-            return (matrices + attention) * 4 / 3 + outer
+            return (layer_flops + attention_flops) * 4 / 3 + outer_flops
         if recompute == "selective":
-            attention *= 2  # so the paper's formula counts it
-        return matrices * (1 + self.recomputed_share(recompute) / 3) + attention + outer
+            attention_flops *= 2  # as in the paper's formula
+        return layer_flops * (1 + self.recomputed_share(recompute) / 3) + attention_flops + outer_flops
 
 
 KEYS_AND_VALUES = ("key", "key bias", "value", "value bias")
@@ -234,11 +235,14 @@ def outer_tensors(model: Model) -> tuple[Tensor, ...]:
 
 @functools.cache
 def layer_tensors(model: Model, has_experts: bool, active: bool = False) -> tuple[Tensor, ...]:
-    """Every parameter of a layer; of its experts only those that one token uses, if active."""
+    """Every parameter of one layer, with experts or without.
+
+    active: of the experts, only those that one token uses. Equal matrices of experts are one Tensor with ``copies``.
+    """
     width = model.width
     tensors = norms(model, model.norms)
     if model.head_norms:
-        tensors.append(Tensor("head norm", model.head_width, copies=2))
+        tensors.append(Tensor("head norm", model.head_width, copies=2))  # for queries and for keys
     if model.kv_rank:
         tensors += latent_queries_keys_and_values(model)
     else:
@@ -247,18 +251,18 @@ def layer_tensors(model: Model, has_experts: bool, active: bool = False) -> tupl
 
     # The MLP: one, or as many equal ones as there are experts.
     ffn = model.ffn_of_dense_layers
-    copies = 1
+    mlps = 1
     if has_experts:
         tensors.append(Tensor("router", model.experts, width))
         if model.biases:
             tensors.append(Tensor("router bias", model.experts))
         ffn = model.ffn
         routed_experts = model.active_experts if active else model.experts
-        copies = model.shared_experts + routed_experts
+        mlps = model.shared_experts + routed_experts
     if model.gated:
-        tensors += linear("gate", ffn, width, "rows", model.biases, copies)
-    tensors += linear("up", ffn, width, "rows", model.biases, copies)
-    tensors += linear("down", width, ffn, "columns", model.biases, copies)
+        tensors += linear("gate", ffn, width, "rows", model.biases, copies=mlps)
+    tensors += linear("up", ffn, width, "rows", model.biases, copies=mlps)
+    tensors += linear("down", width, ffn, "columns", model.biases, copies=mlps)
     return tuple(tensors)
 
 
@@ -313,22 +317,22 @@ def linear(name: str, rows: int, columns: int, split: str, bias: bool, copies: i
 
 @functools.cache
 def matrices_of(model: Model, has_experts: bool) -> tuple[Tensor, ...]:
-    """The matrices that multiply a token in a layer, in their order; each active expert's on its own.
+    """The matrices that multiply one token in a layer, in the order of computing.
 
-    layer_tensors has all experts' first matrices as one Tensor, then all experts' second ones. Here the matrices of the
-    first expert come first, then those of the second, as they are computed.
+    The matrices of its first expert are followed by those of its second one and so on. layer_tensors has another order:
+    the first matrix of all experts is one Tensor with ``copies``, and their second matrix is the next.
     """
-    before_mlp = []
-    of_one_expert = []
+    matrices_before_mlp = []
+    matrices_of_expert = []  # or of the only MLP
     experts = 1
     for tensor in layer_tensors(model, has_experts, active=True):
         is_matrix = tensor.columns > 1
         if is_matrix and tensor.name in MLP:
             experts = tensor.copies
-            of_one_expert.append(tensor._replace(copies=1))
+            matrices_of_expert.append(tensor._replace(copies=1))
         elif is_matrix:
-            before_mlp.append(tensor)
-    return (*before_mlp, *of_one_expert * experts)
+            matrices_before_mlp.append(tensor)
+    return (*matrices_before_mlp, *matrices_of_expert * experts)
 
 
 Fields = dict[str, Any]

@@ -125,7 +125,10 @@ class Plan:
 
     @property
     def bottleneck(self) -> Bottleneck:
-        """What limits the job, and what is most of it; parameters, gradients and optimizer state are "states" then."""
+        """What limits the job: time, or memory if it does not fit; and what takes most of it.
+
+        Of memory, parameters, gradients and optimizer state count together, as "states".
+        """
         if self.fits:
             return Bottleneck("time", largest(self.step.parts))
         states: float = 0
@@ -150,7 +153,10 @@ class Plan:
 
     @cached_property
     def run(self) -> Run:
-        """Days, failures, checkpoints, goodput and cost of the whole run, as far as they are known."""
+        """Days, failures, checkpoints, goodput and cost of the whole run, as far as they are known.
+
+        Days need the job's tokens, failures and goodput the cluster's rate of failures, and the cost its price.
+        """
         job = self.job
         nodes = self.cluster.nodes
         failure_rate = self.cluster.failures_per_node_day
@@ -165,17 +171,21 @@ class Plan:
         if job.tokens == 0:
             return run
 
+        seconds_per_day = 86400
+        hours_per_day = 24
         steps = job.tokens / self.tokens
-        days = steps * self.step.seconds / 86400
+        days = steps * self.step.seconds / seconds_per_day
         run = replace(run, tokens=job.tokens, steps=steps, days=days)
         if run.goodput == 0:
             return run  # Failures leave no progress, so the run never ends and has no price.
-        paid_days = days
+        days_to_pay = days
         if run.goodput and run.mttf_hours:  # They are None where the rate of failures is not known.
-            paid_days = days / run.goodput
-            run = replace(run, days_with_failures=paid_days, failures=paid_days * 24 / run.mttf_hours)
+            days_to_pay = days / run.goodput
+            failures_of_run = days_to_pay * hours_per_day / run.mttf_hours
+            run = replace(run, days_with_failures=days_to_pay, failures=failures_of_run)
         if self.cluster.price_per_gpu_hour:
-            run = replace(run, cost=self.cluster.gpus * 24 * paid_days * self.cluster.price_per_gpu_hour)
+            gpu_hours = self.cluster.gpus * hours_per_day * days_to_pay
+            run = replace(run, cost=gpu_hours * self.cluster.price_per_gpu_hour)
         return run
 
 
@@ -186,10 +196,11 @@ def plan(
     conventions: dict[str, Any] | Conventions | None = None,
     job: dict[str, Any] | Job | None = None,
 ) -> Plan:
-    """The Plan of one job. A cluster that is a preset's name gets as many GPUs as the layout has.
+    """The Plan of one job, such as plan("llama3-8b", "h100", {"dp": 8, "zero": 3}).
 
     Each argument is the planner's record itself or a dict of its fields. A model and a cluster may also be the name of
-    a preset. Raises PlanError if a field is wrong, or if the layout cannot divide the model or the cluster.
+    a preset; such a cluster gets as many GPUs as the layout has. Raises PlanError if a field is wrong, or if the layout
+    cannot divide the model or the cluster.
     """
     model = model_of(model)
     layout = Layout.of(layout)

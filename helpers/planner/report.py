@@ -44,9 +44,11 @@ class Section:
 def describe(plan: Plan) -> list[Section]:
     """All that a plan says, as sections for a terminal, the answer first. A section without rows is left out.
 
-    Memory is shown of the stages that differ: the first one, the last one, and the one that needs most.
+    The memory of a rank is shown for three pipeline stages, if there are as many: the first one, the last one, and the
+    one that needs most.
     """
-    shown_stages = sorted({0, plan.fullest, plan.layout.pp - 1})
+    last_stage = plan.layout.pp - 1
+    shown_stages = sorted({0, plan.fullest, last_stage})
     sections = [
         answer(plan),
         assumptions(plan),
@@ -61,12 +63,12 @@ def describe(plan: Plan) -> list[Section]:
 def answer(plan: Plan) -> Section:
     """What most readers want to know of a plan: whether the job fits, how long a step takes, and what limits it."""
     step = plan.step
-    # COVERAGE: the share of known steps whose real time was within the range that the planner gives.
+    tokens_per_second = plan.tokens / step.seconds
+    # The share COVERAGE of known steps really took a time within the range that the planner gives for them.
     known_steps = "measured steps"
-    if step.extrapolated:  # the planner's factors are not fitted on measurements of such a job
+    if step.extrapolated:  # The planner's factors were not fitted on measurements of such a job.
         known_steps = "published steps of other programs"
     time_range = f"{of_time(step.low)} to {of_time(step.high)}, which covers {COVERAGE:.0%} of {known_steps}"
-    tokens_per_second = plan.tokens / step.seconds
     rows = [
         memory_row(plan),
         time_row("a step", step.seconds, reason=time_range),
@@ -140,11 +142,11 @@ def memory_of_stage(plan: Plan, stage: int) -> Section:
 def messages(plan: Plan) -> Section:
     """The collectives of a step on a rank of the fullest stage: how many, how large, and how long they take."""
     rows = []
-    for group in plan.collectives:
-        label = f"{group.dimension} {group.kind}, {group.phase}: {group.what}"
-        count_and_size = f"{group.count} of {of_bytes(group.size)} among {group.ranks} ranks"
-        sent = f"{of_bytes(group.sent)} sent in all"
-        rows.append(time_row(label, group.seconds(), f"{count_and_size}; {sent}"))
+    for collective in plan.collectives:
+        label = f"{collective.dimension} {collective.kind}, {collective.phase}: {collective.what}"
+        count_and_size = f"{collective.count} of {of_bytes(collective.size)} among {collective.ranks} ranks"
+        sent = f"{of_bytes(collective.sent)} sent in all"
+        rows.append(time_row(label, collective.seconds(), f"{count_and_size}; {sent}"))
     return Section(f"collectives of a step on a rank of stage {plan.fullest}, at the links' full speed", rows)
 
 
@@ -160,16 +162,20 @@ def parts_of_step(plan: Plan) -> Section:
 
 
 def whole_run(plan: Plan) -> Section:
-    """Days, failures, checkpoints and cost of the whole run. What is not known, and so None in a Run, has no row."""
+    """Days, failures, checkpoints and cost of the whole run.
+
+    What is not known has no row: a Run has None for it.
+    """
     run = plan.run
     rows = []
     if run.days is not None:
         rows.append(Row("tokens", f"{run.tokens:.4g}", reason=f"in {run.steps:,.0f} steps"))
         rows.append(Row("without failures", f"{run.days:,.1f}", "days"))
     if run.mttf_hours is not None and run.checkpoint_every_seconds is not None and run.goodput is not None:
+        seconds_to_failure = run.mttf_hours * 3600
         save = of_time(plan.job.save_seconds)
         restart = of_time(plan.job.restart_seconds)
-        rows.append(time_row("a failure in", run.mttf_hours * 3600))
+        rows.append(time_row("a failure in", seconds_to_failure))
         rows.append(time_row("save every", run.checkpoint_every_seconds, f"a save takes {save}, a restart {restart}"))
         rows.append(percent_row("goodput", run.goodput))
     if run.days_with_failures is not None:
@@ -225,29 +231,36 @@ def search_tables(search: Search) -> dict[str, Any]:
 
 
 def plan_html(plan: Plan, command: str) -> str:
-    """A plan for the book's page: the answer, memory by kind, and the command that prints all of the plan."""
-    items = "".join(f"<li>{row_html(row)}</li>" for row in answer(plan).rows)
+    """A plan as HTML for the book's page: a bar of memory, the answer as a list, and memory by kind as a table.
+
+    Below them is ``command``, the line for a terminal that prints all of the plan.
+    """
     css_class = "fits" if plan.fits else "too-large"
+    items = "".join(f"<li>{row_html(row)}</li>" for row in answer(plan).rows)
     memory = memory_of_stage(plan, plan.fullest)
-    rows = []
+    table_rows = []
     for number, row in enumerate(memory.rows):
         label = escape(row.label)
         if row.label != "total":
-            label = f'<i class="kind-{number}"></i>{label}'  # a spot in the colour that the bar has for this kind
-        rows.append([label, row.value])
-    table = table_html(head=[memory.title, plan.conventions.memory], rows=rows)
+            spot_in_colour_of_bar = f'<i class="kind-{number}"></i>'
+            label = spot_in_colour_of_bar + label
+        table_rows.append([label, row.value])
+    table = table_html(head=[memory.title, plan.conventions.memory], rows=table_rows)
     return f'{bar_html(plan)}<ul class="{css_class}">{items}</ul>{table}<pre><code>{escape(command)}</code></pre>'
 
 
 def search_html(search: Search) -> str:
-    """The ten fastest layouts that fit, each with a button that takes it over, and why not their neighbours."""
+    """A search as HTML for the book's page: a table of the ten fastest layouts that fit, and why not their neighbours.
+
+    Each layout has a button, by which the page takes it over into its inputs.
+    """
     if not search.fits:
         return error_html(search.error())
-    rows = []
+    table_rows = []
     for fit in search.fits[:10]:
         # The page fills its inputs with these fields, and ignores those for which it has none.
         fields_of_layout = escape(as_argument(asdict(fit.layout)))
-        rows.append(
+        table_rows.append(
             [
                 escape(fit.layout.summary),
                 of_time(fit.seconds),
@@ -257,10 +270,9 @@ def search_html(search: Search) -> str:
                 f'<button type="button" data-layout="{fields_of_layout}">use</button>',
             ]
         )
-    table = table_html(["layout", "a step", "from", "to", "GiB", "take over"], rows)
-    items = ""
-    for line in [*search.reasons(), search.margin]:
-        items += f"<li>{escape(line)}</li>"
+    table = table_html(["layout", "a step", "from", "to", "GiB", "take over"], table_rows)
+    sentences = [*search.reasons(), search.margin]
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
     return f"<p>{escape(search.counts)}</p>{table}<ul>{items}</ul>"
 
 
@@ -295,12 +307,12 @@ def table_html(head: list[str], rows: list[list[str]]) -> str:
 
 
 def bar_html(plan: Plan) -> str:
-    """Memory by kind, drawn against the GPU's limit: a strip for each kind, and a mark where the memory ends."""
-    kinds = {kind: size for kind, size in plan.kinds.items() if size}
-    full_width = max(plan.bytes, plan.cluster.memory)
-    percent_of_byte = 100 / full_width
+    """A bar for the book's page of what a rank's memory holds: a strip for each kind, and a mark at the GPU's limit."""
+    bytes_of_kind = {kind: size for kind, size in plan.kinds.items() if size}
+    bytes_of_full_width = max(plan.bytes, plan.cluster.memory)
+    percent_of_byte = 100 / bytes_of_full_width
     strips = ""
-    for number, (kind, size) in enumerate(kinds.items()):
+    for number, (kind, size) in enumerate(bytes_of_kind.items()):
         width = f"{size * percent_of_byte:.3f}%"
         strips += f'<i class="kind-{number}" style="width:{width}" title="{escape(kind)}"></i>'
     limit = f"{plan.cluster.memory * percent_of_byte:.3f}%"

@@ -66,45 +66,51 @@ class Search:
     refusals: Counter[str] = field(default_factory=Counter)  # {what is wrong: layouts that are refused for it}
 
     def add_mesh(self, mesh: dict[str, int], settings: list[dict[str, Any]], batch: int) -> None:
-        """Try the sizes of a mesh with each setting of the layout's other fields.
+        """Try one choice of mesh sizes with each of the settings of a layout's other fields.
 
-        mesh: {field: size}, for each field of MESH. settings: each {field: value}. What is wrong with the sizes alone
-        is found once, and counted for all settings, because this takes most of a search's layouts out at once.
+        mesh: {field: size} for each field of MESH, such as {"tp": 8, "pp": 1, "cp": 1, "ep": 1}. settings: each is
+        {field: value} of the other fields, such as {"zero": 3, "micro_batch": 2, …}. batch: samples of a step.
+
+        If the sizes alone are impossible, this is found once and counted for all settings. Most layouts of a search are
+        refused so.
         """
-        # Only stages can be interleaved.
-        possible = [setting for setting in settings if mesh["pp"] > 1 or setting["interleave"] == 1]
+        # Without pipeline stages there is nothing to interleave.
+        has_stages = mesh["pp"] > 1
+        settings_to_try = [setting for setting in settings if has_stages or setting["interleave"] == 1]
         ranks = mesh["tp"] * mesh["pp"] * mesh["cp"]
         if self.cluster.gpus % ranks != 0:
-            self.refusals["tp x pp x cp does not divide the GPUs"] += len(possible)
+            self.refusals["tp x pp x cp does not divide the GPUs"] += len(settings_to_try)
             return
-        sizes: dict[str, Any] = {**mesh, "dp": self.cluster.gpus // ranks, "sequence_parallel": mesh["tp"] > 1}
+        dp = self.cluster.gpus // ranks
+        sizes: dict[str, Any] = {**mesh, "dp": dp, "sequence_parallel": mesh["tp"] > 1}
         # A shard among all data-parallel ranks is what 0 stands for, so it is not tried twice.
-        possible = [setting for setting in possible if setting["shard"] < sizes["dp"] * sizes["cp"]]
+        data_ranks = dp * mesh["cp"]
+        settings_to_try = [setting for setting in settings_to_try if setting["shard"] < data_ranks]
+
         may_be_uneven = any(setting.get("uneven_stages", False) for setting in settings)
         try:
             Layout(**sizes, uneven_stages=may_be_uneven).check(self.model, self.cluster)
         except PlanError as error:
-            self.refusals[error.problem] += len(possible)
+            self.refusals[error.problem] += len(settings_to_try)
             return
-        for setting in possible:
+        for setting in settings_to_try:
             self.add({"batch": batch, **sizes, **setting})
 
     def add(self, fields: dict[str, Any]) -> None:
-        """Check a layout, and put it among those that are refused, too large or fit."""
+        """Try the layout with these fields: it is refused, or too large, or it fits and gets its time of a step."""
         try:
             layout = Layout(**fields).check(self.model, self.cluster)
         except PlanError as error:
             self.refusals[error.problem] += 1
             return
-        kinds = fullest_stage(self.model, layout, self.conventions)
-        size = kinds["total"]
-        parts = {kind: part for kind, part in kinds.items() if kind != "total"}
-        largest = max(parts, key=lambda kind: parts[kind])
-        if size > self.cluster.memory:
-            self.too_large.append(Candidate(layout, size, largest))
+        bytes_of_kind = fullest_stage(self.model, layout, self.conventions)
+        total = bytes_of_kind.pop("total")
+        largest_kind = max(bytes_of_kind, key=lambda kind: bytes_of_kind[kind])
+        if total > self.cluster.memory:
+            self.too_large.append(Candidate(layout, total, largest_kind))
         else:
             step = step_time(self.model, layout, self.cluster, self.conventions)
-            self.fits.append(Fit(layout, size, largest, step))
+            self.fits.append(Fit(layout, total, largest_kind, step))
 
     @property
     def best(self) -> Fit:
@@ -154,58 +160,65 @@ class Search:
 
     @property
     def advice(self) -> str:
-        """Why no layout fits, and what to try."""
-        chosen = [name for name in self.constraints if name in EXPLAINED]
+        """Why no layout fits, and what to try: the second line of the error of such a search."""
         given = ""
-        if chosen:
-            given = f", or leave out what is given: {', '.join(chosen)}"
+        given_fields = [name for name in self.constraints if name in EXPLAINED]
+        if given_fields:
+            given = f", or leave out what is given: {', '.join(given_fields)}"
         if not self.too_large:
-            commonest = max(self.refusals, key=lambda problem: self.refusals[problem])
-            return f"None can be: {commonest}. Give other sizes or another --gpus{given}."
+            commonest_problem = max(self.refusals, key=lambda problem: self.refusals[problem])
+            return f"None can be: {commonest_problem}. Give other sizes or another --gpus{given}."
         options = "more GPUs, recompute = full or offload = true"
-        return f"None fits in {self.cluster.memory / GIB:.1f} GiB. {self.too_large[0].need} Give {options}{given}."
+        memory = f"{self.cluster.memory / GIB:.1f} GiB"
+        smallest = self.too_large[0]
+        return f"None fits in {memory}. {smallest.need} Give {options}{given}."
 
     def reasons(self) -> list[str]:
-        """Lines that say, field by field, why not the values next to the best layout's.
+        """Sentences that say, field by field, why the values next to those of the best layout are worse.
 
-        One layout may be the reason for several fields. Then only the first line about it is given.
+        Such as "Why not tp = 4? +12.0% with dp 16, tp 4, zero 3, micro-batch 1: tensor parallel +0.31 s." If one layout
+        is the reason for several fields, only the first sentence about it is given.
         """
-        lines = []
-        named = set()
+        sentences = []
+        mentioned = set()
         for name in EXPLAINED:
             for value in self.values_beside_the_best(name):
                 reason = self.why_not(name, value)
-                if reason.layout not in named:
-                    named.add(reason.layout)
-                    lines.append(reason.line)
-        return lines
+                if reason.layout not in mentioned:
+                    mentioned.add(reason.layout)
+                    sentences.append(reason.line)
+        return sentences
 
     def values_beside_the_best(self, name: str) -> list[Any]:
-        """Of the values of a field that were tried, the next below and the next above that of the best layout.
+        """The values of a layout's field that are next to the best layout's, of those that were tried.
 
-        The values of recompute are words, which have no order, so all others of them are returned.
+        At most two: the next smaller one and the next larger one. The values of recompute are words, which have no
+        order, so all others of them are returned.
         """
-        best = getattr(self.best.layout, name)
-        values = {getattr(candidate.layout, name) for candidate in (*self.fits, *self.too_large)}
+        best_value = getattr(self.best.layout, name)
+        tried_values = {getattr(candidate.layout, name) for candidate in (*self.fits, *self.too_large)}
         if name == "recompute":
-            return sorted(values - {best})
-        beside = []
-        below = [value for value in values if value < best]
-        if below:
-            beside.append(max(below))
-        above = [value for value in values if value > best]
-        if above:
-            beside.append(min(above))
-        return beside
+            return sorted(tried_values - {best_value})
+        neighbours = []
+        smaller = [value for value in tried_values if value < best_value]
+        if smaller:
+            neighbours.append(max(smaller))
+        larger = [value for value in tried_values if value > best_value]
+        if larger:
+            neighbours.append(min(larger))
+        return neighbours
 
     def why_not(self, name: str, value: Any) -> Reason:
-        """Say why not the fastest layout in which a field has this value; if none fits, the smallest such layout."""
+        """Say why the search did not choose a layout in which a field has this value.
+
+        The reason is how much slower the fastest of these layouts is, and in what; or, if none of them fits, how much
+        memory the smallest needs. One with this value must have been tried.
+        """
         question = f"Why not {name} = {value}?"
-        best = self.best
         for fit in self.fits:  # the fastest first
             if getattr(fit.layout, name) == value:
-                slower = f"{fit.seconds / best.seconds - 1:+.1%}"
-                parts = differences(fit.step, best.step)
+                slower = f"{fit.seconds / self.best.seconds - 1:+.1%}"
+                parts = differences(fit.step, self.best.step)
                 return Reason(fit.layout, f"{question} {slower} with {fit.layout.summary}: {parts}.")
         for candidate in self.too_large:  # the smallest first
             if getattr(candidate.layout, name) == value:
@@ -214,20 +227,21 @@ class Search:
 
 
 def differences(step: StepTime, best: StepTime) -> str:
-    """Two parts of a step beside the same parts of the best layout's step, in words and seconds.
+    """In which two parts a step differs most from the best layout's, in words and seconds.
 
     They are the part that loses most and the one that saves most: "tensor parallel +1.20 s, data parallel -0.30 s".
     """
     seconds_more = {part: step.parts[part] - seconds for part, seconds in best.parts.items()}
-    most = max(seconds_more, key=lambda part: seconds_more[part])
-    least = min(seconds_more, key=lambda part: seconds_more[part])
-    shown = []
-    for part in (most, least):
-        if abs(seconds_more[part]) >= 0.005:  # It would be printed as 0.00 s.
-            shown.append(f"{part} {seconds_more[part]:+.2f} s")
-    if not shown:
+    loses_most = max(seconds_more, key=lambda part: seconds_more[part])
+    saves_most = min(seconds_more, key=lambda part: seconds_more[part])
+    texts = []
+    for part in (loses_most, saves_most):
+        would_be_printed_as_zero = abs(seconds_more[part]) < 0.005
+        if not would_be_printed_as_zero:
+            texts.append(f"{part} {seconds_more[part]:+.2f} s")
+    if not texts:
         return "much the same"
-    return ", ".join(shown)
+    return ", ".join(texts)
 
 
 def fullest_stage(model: Model, layout: Layout, conventions: Conventions) -> dict[str, float]:
@@ -249,25 +263,25 @@ def search(
     conventions: dict[str, Any] | Conventions | None = None,
     **constraints: Any,
 ) -> Search:
-    """Try all layouts of a model on a cluster, with a batch of so many samples, and rank those that fit.
+    """Try all layouts of a model on a cluster, with ``batch`` samples in a step, and rank those that fit.
 
-    constraints: a Layout's field and its value, or a list of values to try instead of the default's. With tensor
-    parallelism, sequence parallelism too, unless it is one of them.
+    constraints: fields of a Layout that are given: a value to keep, such as tp=8, or a list of values to try instead of
+    the default ones, such as tp=[4, 8]. Tensor parallelism comes with sequence parallelism, unless that is given.
     """
     model = model_of(model)
     options = values_to_try(model, cluster, batch, constraints)
     result = Search(model, cluster, Conventions.of(conventions or {}), tuple(constraints))
 
-    sizes = {}
-    other_fields = {}
+    mesh_options = {}
+    other_options = {}
     for name, values in options.items():
         if name in MESH:
-            sizes[name] = values
+            mesh_options[name] = values
         else:
-            other_fields[name] = values
+            other_options[name] = values
     # HSDP, a shard among fewer ranks than all, is tried with ZeRO-3 only.
-    settings = [setting for setting in combinations(other_fields) if setting["zero"] == 3 or setting["shard"] == 0]
-    for mesh in combinations(sizes):
+    settings = [setting for setting in combinations(other_options) if setting["zero"] == 3 or setting["shard"] == 0]
+    for mesh in combinations(mesh_options):
         result.add_mesh(mesh, settings, batch)
     result.fits.sort(key=lambda fit: fit.step.rounded)
     result.too_large.sort(key=lambda candidate: candidate.bytes)
@@ -275,9 +289,10 @@ def search(
 
 
 def values_to_try(model: Model, cluster: Cluster, batch: int, constraints: dict[str, Any]) -> dict[str, list[Any]]:
-    """The values of each field that a search tries: the caller's, or else the default ones. {field: values}.
+    """{field of a layout: the values that a search tries}: the default ones, or the caller's ``constraints``.
 
-    Raises PlanError for a value that the field cannot have, so that it is refused once and not counted for each layout.
+    A constraint is a value or a list of values. Raises PlanError for a value that the field cannot have, so that it is
+    refused once, and not counted as a refusal of each layout.
     """
     options = choices(model, cluster, constraints.get("attention", "flash"))
     for name, value in constraints.items():
@@ -294,9 +309,13 @@ def values_to_try(model: Model, cluster: Cluster, batch: int, constraints: dict[
 
 
 def choices(model: Model, cluster: Cluster, attention: str = "flash") -> dict[str, list[Any]]:
-    """The values of each field that a search tries by default: {field: values}.
+    """The values that a search tries by default for each field of a layout, such as {"tp": [1, 2, 4, 8], …}.
 
-    Some of them never win. They are tried so that the search can say why not, as for tensor parallelism on two nodes.
+    The fields are the sizes of tensor, pipeline, context and expert parallelism (tp, pp, cp, ep), the stage of ZeRO
+    (zero: 3 shards the weights), how many ranks share the shards (shard: 0 is all), samples in a micro-batch, model
+    chunks on a rank of the pipeline (interleave), and what is recomputed: "sac" is selective activation checkpointing.
+
+    Some values never win, such as tensor parallelism on two nodes. They are tried so that the search can say why not.
     """
     node = cluster.gpus_per_node
     gpus = cluster.gpus
@@ -306,9 +325,10 @@ def choices(model: Model, cluster: Cluster, attention: str = "flash") -> dict[st
         cp_sizes = [1, 2, 4, 8]
     ep_sizes = {1}
     if model.experts:
-        ep_sizes |= {min(model.experts, node), model.experts}
-    # Selective recomputation is of attention's scores, which only this attention stores.
-    part_of_layer = "selective" if attention == "scores" else "sac"
+        ep_sizes.add(min(model.experts, node))
+        ep_sizes.add(model.experts)
+    # What to recompute between nothing and all: attention's scores if they are stored, or else some operations.
+    recompute_in_part = "selective" if attention == "scores" else "sac"
     return {
         "tp": [size for size in powers_of_two if size <= 2 * node],
         "pp": [size for size in range(1, min(model.layers, gpus) + 1) if gpus % size == 0],
@@ -318,7 +338,7 @@ def choices(model: Model, cluster: Cluster, attention: str = "flash") -> dict[st
         "shard": [0, node],
         "micro_batch": [1, 2, 4, 8],
         "interleave": [1, 2, 4],
-        "recompute": ["none", part_of_layer, "full"],
+        "recompute": ["none", recompute_in_part, "full"],
         "attention": [attention],
     }
 

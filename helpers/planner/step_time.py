@@ -72,29 +72,32 @@ def step_time(model: Model, layout: Layout, cluster: Cluster, conventions: Conve
     """
     if cluster.measured:
         constants = CONSTANTS_AT_MEASURED_SPEEDS
-        corrections = replace(CORRECTIONS, float8=1.0)  # The file has float8's own speed.
+        corrections = replace(CORRECTIONS, float8=1.0)  # The cluster's file has the measured speed of float8.
     else:
         constants = replace(FITTED, matmul=FITTED.matmul * cluster.reaches)
         corrections = CORRECTIONS
     work = count_work(model, layout, cluster, conventions or Conventions())
-    parts = seconds_of_parts(work, constants, corrections)
-    seconds = sum(parts.values())
+    seconds_by_part = seconds_of_parts(work, constants, corrections)
+    seconds = sum(seconds_by_part.values())
 
     differences = extrapolated(model, layout, cluster)
-    factor = INTERVAL_FACTOR
+    interval_factor = INTERVAL_FACTOR
     if differences:
-        factor = EXTRAPOLATION_FACTOR
+        interval_factor = EXTRAPOLATION_FACTOR
     return StepTime(
         seconds=seconds,
-        low=seconds / factor,
-        high=seconds * factor,
-        parts=parts,
+        low=seconds / interval_factor,
+        high=seconds * interval_factor,
+        parts=seconds_by_part,
         extrapolated=differences,
     )
 
 
 def extrapolated(model: Model, layout: Layout, cluster: Cluster) -> str:
-    """Name in words what this job has and none of the measured steps had; empty if there is nothing."""
+    """In what a job differs from all the measured steps on which the constants were fitted, in words.
+
+    For example "experts, FSDP or ZeRO"; empty if it does not differ.
+    """
     differences = {
         f"{cluster.gpu} (fitted on A100s)": not cluster.gpu.startswith("a100"),
         "experts": model.experts > 0,
@@ -148,17 +151,16 @@ class StepWork:
 
 
 def count_work(model: Model, layout: Layout, cluster: Cluster, conventions: Conventions) -> StepWork:
-    """Count what a step computes, moves and sends, before any constant of the fit comes in.
+    """Count what a step computes, moves and sends, in seconds at the full speed of the data sheet.
 
     DDP's and ZeRO's collectives are planned to follow the backward, as in Megatron-LM when it was measured, so their
     time is an upper bound. With the convention overlap = "backward" the gradients' collectives run during the backward,
     as PyTorch's DDP reduces its buckets (Li et al. 2020, section 3.2.3).
     """
     stage_layers = layout.stage_layers(model)
-    layers = max(stage_layers)
-    busiest_stage = stage_layers.index(layers)
-    speed = memory_speed(layout, cluster)
-    logits = layout.tokens(model) * model.vocab / layout.tp
+    most_layers = max(stage_layers)
+    busiest_stage = stage_layers.index(most_layers)
+    bytes_per_second = memory_speed(layout, cluster)
     attention_share = 0.0
     if layout.attention == "flash":
         attention_share = cluster.attention_reaches
@@ -166,26 +168,33 @@ def count_work(model: Model, layout: Layout, cluster: Cluster, conventions: Conv
     if not layout.offload:
         updated_parameters = stage_parameters(model, layout, busiest_stage) / layout.sharers
 
+    # The output layer: 2 FLOPs for each weight and token in the forward, and twice as many in the backward.
+    flops_per_weight = 6
+    logits = layout.tokens(model) * model.vocab / layout.tp
+    head_flops = flops_per_weight * logits * model.width
+    # PER_LOGIT_BYTES are counted for logits of 2 bytes.
+    loss_bytes = PER_LOGIT_BYTES * logits * layout.element_bytes / 2
+
     # A stage in the middle both receives and sends. Recomputation includes a layer's last output (early_stop=False),
     # because Megatron-LM, which was measured, computes it, too.
     middle_stage = 1 if layout.pp > 2 else 0
-    sent = activations(model, layout, stage=middle_stage, early_stop=False, dispatch=conventions.dispatch)
+    of_activations = activations(model, layout, stage=middle_stage, early_stop=False, dispatch=conventions.dispatch)
     between_stages = []
     in_layers = []
-    for group in with_seconds(sent, cluster):
-        if group.dimension == "pp" or group.what == RECEIVED:
-            between_stages.append(group)
+    for collective in with_seconds(of_activations, cluster):
+        if collective.dimension == "pp" or collective.what == RECEIVED:
+            between_stages.append(collective)
         else:
-            in_layers.append(group)
+            in_layers.append(collective)
 
-    overlaps = conventions.overlap == "backward" and layout.zero < 3
+    overlaps_backward = conventions.overlap == "backward" and layout.zero < 3
     overlapped = []
     exposed = []
-    for group in with_seconds(data_parallel(model, layout, conventions), cluster):
-        if overlaps and group.phase == "backward":
-            overlapped.append(group)
+    for collective in with_seconds(data_parallel(model, layout, conventions), cluster):
+        if overlaps_backward and collective.phase == "backward":
+            overlapped.append(collective)
         else:
-            exposed.append(group)
+            exposed.append(collective)
     # DDP and ZeRO-1 reduce gradients in the backward of the last micro-batch only, and ZeRO-2 may in that of each.
     overlapping_micro_batches = 1
     if layout.zero == 2 and not conventions.gathers_once(layout.pp):
@@ -194,18 +203,16 @@ def count_work(model: Model, layout: Layout, cluster: Cluster, conventions: Conv
     return StepWork(
         layout=layout,
         conventions=conventions,
-        layers=layers,
+        layers=most_layers,
         layers_of_last=stage_layers[-1],
         layer=layer_work(model, layout, cluster, conventions),
         attention_share=attention_share,
-        # 2 FLOPs for each weight and token in the forward, and twice as many in the backward.
-        head=6 * logits * model.width / cluster.limited_peak(layout.attention_dtype),
-        # PER_LOGIT_BYTES are counted for logits of 2 bytes.
-        loss=PER_LOGIT_BYTES * logits * layout.element_bytes / 2 / speed,
-        optimizer=OPTIMIZER_BYTES * updated_parameters / speed,
-        tensor_parallel=[group for group in in_layers if group.dimension == "tp"],
-        expert_parallel=[group for group in in_layers if group.dimension == "ep"],
-        context_parallel=[group for group in in_layers if group.dimension == "cp"],
+        head=head_flops / cluster.limited_peak(layout.attention_dtype),
+        loss=loss_bytes / bytes_per_second,
+        optimizer=OPTIMIZER_BYTES * updated_parameters / bytes_per_second,
+        tensor_parallel=[collective for collective in in_layers if collective.dimension == "tp"],
+        expert_parallel=[collective for collective in in_layers if collective.dimension == "ep"],
+        context_parallel=[collective for collective in in_layers if collective.dimension == "cp"],
         to_stages=between_stages,
         overlapped=overlapped,
         overlapping_micro_batches=overlapping_micro_batches,
@@ -262,24 +269,22 @@ def attention_flops(model: Model, layout: Layout, conventions: Conventions) -> f
 
     FlashAttention's backward takes 2.5 forwards, because it computes the scores again (Dao et al. 2022).
     """
-    forward = layout.tokens(model) * model.seq * model.flops_per_pair / layout.tp
-    forwards = 1 + 2.5  # the forward, and FlashAttention's backward
-    if layout.attention == "scores":
-        forwards = 1 + 2
-    if recomputes_attention(layout):
-        forwards += 1
-    flops = forward * forwards
+    flops_of_forward = layout.tokens(model) * model.seq * model.flops_per_pair / layout.tp
+    forwards_in_backward = 2 if layout.attention == "scores" else 2.5
+    recomputed_forwards = 1 if recomputes_attention(layout) else 0
+    flops = flops_of_forward * (1 + forwards_in_backward + recomputed_forwards)
     if conventions.causal == "half":
         flops *= 0.5  # The kernel skips the half of the pairs in which a token would see a later one.
     return flops
 
 
 def elementwise_bytes(model: Model, layout: Layout) -> float:
-    """Bytes that an average layer's norms, additions, activations and scores move in all passes over a micro-batch.
+    """Bytes that an average layer's norms, additions, activation functions and scores move for one micro-batch.
 
-    They are counted for numbers of 16 bits first. For GPT with dropout, one pass moves 22h + 16h/t bytes a token, and
-    with stored scores 13as/t more, where h is the width, t = tp, a the heads and s the sequence length.
+    All passes together. For GPT with dropout in 16 bits, one pass moves 22h + 16h/t bytes a token, and with stored
+    scores 13as/t more, where h is the width, t = tp, a the heads and s the sequence length.
     """
+    # Bytes are counted for numbers of 16 bits first; the last line corrects this for other numbers.
     number_bytes = 2
     mask_bytes = 1 if model.dropout else 0  # of dropout, for one number
 
@@ -291,13 +296,13 @@ def elementwise_bytes(model: Model, layout: Layout) -> float:
 
     # An activation function reads a number and writes one; a gated one reads two.
     activation_bytes = 3 * number_bytes if model.gated else 2 * number_bytes
-    ffn = model.ffn
+    mlp_numbers = model.ffn
     if model.experts:
-        ffn *= model.active_experts + model.shared_experts
+        mlp_numbers *= model.active_experts + model.shared_experts
         # Tokens are copied to the order of their experts, and the outputs are copied back (Gale et al. 2023).
         sorting_bytes = 4 * number_bytes
         bytes_of_pass += sorting_bytes * model.active_experts * model.width / layout.norm_sharers
-    bytes_of_pass += activation_bytes * ffn / layout.tp
+    bytes_of_pass += activation_bytes * mlp_numbers / layout.tp
     bytes_per_token = bytes_of_pass * passes_over_layer(layout)
 
     if layout.attention == "scores":
@@ -305,8 +310,9 @@ def elementwise_bytes(model: Model, layout: Layout) -> float:
         score_bytes = 4 * number_bytes
         if model.dropout:
             score_bytes += 2 * number_bytes + mask_bytes  # Dropout reads and writes it once more.
-        passes_of_scores = 4 if recomputes_attention(layout) else 3
-        bytes_per_token += score_bytes * model.heads * model.seq / layout.tp * passes_of_scores
+        scores_per_token = model.heads * model.seq
+        passes_over_scores = 4 if recomputes_attention(layout) else 3
+        bytes_per_token += score_bytes * scores_per_token / layout.tp * passes_over_scores
     return layout.tokens(model) * bytes_per_token * layout.element_bytes / number_bytes
 
 
@@ -342,14 +348,14 @@ class LayerSeconds:
 
 
 def seconds_of_layer(work: StepWork, constants: Constants, corrections: Corrections) -> LayerSeconds:
-    """Turn the counted work of a layer, which is in seconds at full speed, into seconds at the speed that is reached.
+    """Seconds of one micro-batch in one layer, from its work, which is counted in seconds at full speed.
 
-    constants: the shares that large products, memory and links reach. corrections: by which factors they differ for
-    programs and GPUs other than those that the constants were fitted on.
+    constants: the shares of full speed that products, memory and links reach. corrections: factors for programs and
+    GPUs other than those that the constants were fitted on.
     """
     layout = work.layout
     conventions = work.conventions
-    visits = work.layers * layout.micro_batches  # how often a micro-batch passes a layer of this stage
+    layer_passes = work.layers * layout.micro_batches  # how often in a step a micro-batch comes to a layer of the stage
 
     products = work.layer.products + work.layer.expert_products / corrections.experts
     if layout.dtype == "float8":
@@ -360,16 +366,16 @@ def seconds_of_layer(work: StepWork, constants: Constants, corrections: Correcti
 
     attention_rate = work.attention_share or constants.matmul
     attention = work.layer.attention / attention_rate
-    context = seconds_of(work.context_parallel, constants) / visits
+    context = seconds_of(work.context_parallel, constants) / layer_passes
     if conventions.context == "overlapped":
-        context = max(context - attention, 0)  # Ring attention hides it behind computing.
+        context = max(context - attention, 0)  # Ring attention sends while it computes.
     elif layout.cp > 1:
         attention /= corrections.parts
 
     elementwise = work.layer.elementwise / constants.memory
     if conventions.kernels == "eager":
         elementwise *= corrections.eager
-    tensor = seconds_of(work.tensor_parallel, constants) / visits
+    tensor = seconds_of(work.tensor_parallel, constants) / layer_passes
     if conventions.tensor == "overlapped":
         tensor *= corrections.exposed
 
@@ -377,16 +383,16 @@ def seconds_of_layer(work: StepWork, constants: Constants, corrections: Correcti
         products=products + attention,
         elementwise=elementwise,
         tensor=tensor,
-        expert=seconds_of(work.expert_parallel, constants) / visits,
+        expert=seconds_of(work.expert_parallel, constants) / layer_passes,
         context=context,
         launch=0,
     )
-    # The GPU waits for a host that launches kernels more slowly than the GPU runs them. The root of the sum of squares
-    # goes smoothly from the one that is slower to the other.
+    # The GPU waits if the host takes longer to launch kernels than the GPU takes to run them. The root of the sum of
+    # squares is near the longer of the two times, and goes smoothly from one to the other.
     gpu_busy = without_launch.gpu_busy
-    launching = constants.launch * work.layer.passes
-    slower = (gpu_busy**2 + launching**2) ** 0.5
-    return replace(without_launch, launch=slower - gpu_busy)
+    host_busy = constants.launch * work.layer.passes
+    longer = (gpu_busy**2 + host_busy**2) ** 0.5
+    return replace(without_launch, launch=longer - gpu_busy)
 
 
 def seconds_of(groups: Iterable[Collective], constants: Constants) -> float:
@@ -395,7 +401,10 @@ def seconds_of(groups: Iterable[Collective], constants: Constants) -> float:
 
 
 def seconds_of_parts(work: StepWork, constants: Constants, corrections: Corrections) -> dict[str, float]:
-    """Turn counted work into {part of a step: seconds}, with the shares of full speed that the constants say.
+    """{part of a step: seconds}, such as {"matrix products": 1.2, …}, from work counted in seconds at full speed.
+
+    constants: the shares of full speed that products, memory and links reach. corrections: factors for programs and
+    GPUs other than those that the constants were fitted on.
 
     The busiest stage works on m micro-batches. It waits for as long as p-1 more micro-batches would take it, because
     the first stage waits for the last and the last for the first; where stages are interleaved, for a v-th of that
@@ -404,34 +413,37 @@ def seconds_of_parts(work: StepWork, constants: Constants, corrections: Correcti
     layout = work.layout
     micro_batches = layout.micro_batches
     layers = work.layers
-    visits = layers * micro_batches
+    layer_passes = layers * micro_batches  # how often in a step a micro-batch comes to a layer of the busiest stage
     layer = seconds_of_layer(work, constants, corrections)
 
     # Seconds of one micro-batch on the stage. The last stage also computes the head, which delays the other stages
     # unless it has fewer layers.
     send = seconds_of(work.to_stages, constants) / micro_batches
+    stage = layers * layer.total
     head = work.head / constants.matmul + work.loss / constants.memory
     layers_less_on_last_stage = layers - work.layers_of_last
     head_delay = max(head - layers_less_on_last_stage * layer.total, 0)
 
-    # Seconds of the step. fully_shard's collectives hide behind all passes, other collectives of gradients behind the
-    # backward, if the convention says so, and the rest behind nothing.
+    # Seconds of the step. The collectives of fully_shard run during all passes, a layer at a time, so only what they
+    # take longer counts. Other collectives of gradients run during the backward, if the convention says so.
     data = seconds_of(work.data_parallel, constants)
     if layout.zero == 3:
-        data = exposed_seconds(data, pieces=visits, computing=visits * layer.total)
+        data = exposed_seconds(data, pieces=layer_passes, computing=layer_passes * layer.total)
     passes_of_backward = work.layer.passes - 1  # all but the forward
     share_of_backward = passes_of_backward / work.layer.passes
     backward = work.overlapping_micro_batches * layers * layer.total * share_of_backward
     gradients = exposed_seconds(seconds_of(work.overlapped, constants), pieces=layers, computing=backward)
+
+    other_stages = layout.pp - 1
     return {
-        "matrix products": visits * layer.products,
-        "element by element": visits * layer.elementwise,
-        "tensor parallel": visits * layer.tensor,
-        "expert parallel": visits * layer.expert,
-        "context parallel": visits * layer.context,
-        "launching": visits * layer.launch,
+        "matrix products": layer_passes * layer.products,
+        "element by element": layer_passes * layer.elementwise,
+        "tensor parallel": layer_passes * layer.tensor,
+        "expert parallel": layer_passes * layer.expert,
+        "context parallel": layer_passes * layer.context,
+        "launching": layer_passes * layer.launch,
         "sending to stages": micro_batches * send,
-        "waiting for stages": (layout.pp - 1) * (layers * layer.total + send) / layout.interleave,
+        "waiting for stages": other_stages * (stage + send) / layout.interleave,
         "output layer": micro_batches * head_delay,
         "data parallel": data + gradients,
         "optimizer": work.optimizer / constants.memory,

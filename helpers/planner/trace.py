@@ -124,22 +124,22 @@ def count_as_each(model: Model, layout: Layout, traced: Iterable[TracedRank]) ->
 def count_rank(model: Model, layout: Layout, rank: int, stage: int, device: str = "meta") -> Rank:
     """Build a stage of the model on this process, shard it, and count the parameters that are left on this rank.
 
-    The process must be ``rank`` of a process group with as many ranks as the layout. Of the stage's layers only a few
-    of each kind are built, with experts and without, because all layers of a kind are equal.
+    The process must be ``rank`` of a process group with as many ranks as the layout. All layers with experts are equal,
+    and so are all without. So only a few of each kind are built, and the last one counts for the others.
     """
     layers = layout.layers_of(model, stage)
-    built = []
+    built_layers = []
     for has_experts in (False, True):
-        of_this_kind = [layer for layer in layers if model.has_experts(layer) == has_experts]
-        built += of_this_kind[:LAYERS_BUILT]
-    root = sharded_stage(model, layout, stage, built, device)
+        layers_of_kind = [layer for layer in layers if model.has_experts(layer) == has_experts]
+        built_layers += layers_of_kind[:LAYERS_BUILT]
+    root = sharded_stage(model, layout, stage, built_layers, device)
 
     total = local_numbers(root)
     numbers_of_kind = {}  # {whether a layer has experts: parameters of one such layer on this rank}
-    for layer in built:
+    for layer in built_layers:
         numbers_of_kind[model.has_experts(layer)] = local_numbers(root.get_submodule(f"layers.{layer}"))
     for layer in layers:
-        if layer not in built:
+        if layer not in built_layers:
             total += numbers_of_kind[model.has_experts(layer)]
     return Rank(rank=rank, stage=stage, numbers=total)
 

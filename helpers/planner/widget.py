@@ -8,27 +8,31 @@ from helpers.planner import form
 
 
 def planner() -> widgets.VBox:
-    """The form as a widget for a notebook. Its answer and the fastest layouts follow each change of a value."""
+    """The planner's form as a widget for a notebook: its inputs in groups, the plan, and the fastest layouts.
+
+    The plan and the fastest layouts follow each change of an input.
+    """
     boxes: dict[str, Any] = {}  # {name of an input: its control}
     answer = widgets.HTML()
     best = widgets.HTML()
 
     def update(_: Any = None) -> None:
-        """Answer anew. A control calls this with its change; what changed does not matter."""
+        """Plan anew. A control calls this with a record of its change, which is not needed."""
         values = {name: box.value for name, box in boxes.items()}
         answer.value = form.answer(values).html
         best.value = form.best(values).html
 
-    groups = []
+    columns = []
     for title, entries in form.GROUPS.items():
-        controls = [widgets.HTML(f"<b>{title}</b>")]
+        column = [widgets.HTML(f"<b>{title}</b>")]
         for entry in entries:
-            boxes[entry.name] = control(entry)
-            boxes[entry.name].observe(update, names="value")
-            controls.append(boxes[entry.name])
-        groups.append(widgets.VBox(controls))
+            box = control(entry)
+            box.observe(update, names="value")
+            boxes[entry.name] = box
+            column.append(box)
+        columns.append(widgets.VBox(column))
     update()
-    return widgets.VBox([widgets.HBox(groups), answer, best])
+    return widgets.VBox([widgets.HBox(columns), answer, best])
 
 
 def control(entry: form.Input) -> widgets.Dropdown | widgets.Text:

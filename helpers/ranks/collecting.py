@@ -15,10 +15,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from helpers.ranks.rank import (
-    MEET_WITHIN,
-    MET,
+    GROUP_STARTED,
     RAISED,
     RETURNED,
+    START_WITHIN,
     Failure,
     describe_line,
     is_library,
@@ -32,7 +32,7 @@ LATE_WITHIN = 2  # ranks that are computing, or that wait for a processor of a b
 # So many seconds is one wait for reports. It is short, because a Ctrl-C that another thread receives does not end it:
 NOTICE_WITHIN = 0.2
 NOTICE_AFTER_A_FAILURE = 0.02  # shorter, so that a call ends soon after its ranks have
-# A rank sends two bytes in its life, MET and then RETURNED or RAISED. One read may get both.
+# A rank sends two bytes in its life, GROUP_STARTED and then RETURNED or RAISED. One read may get both.
 BYTES_OF_A_RANK = 2
 
 
@@ -41,14 +41,16 @@ class Rank:
     """A rank that was started, as the launcher sees it: a process, and a pipe on which the process reports."""
 
     process: BaseProcess
-    pipe: connection.Connection  # the rank sends MET, then RETURNED or RAISED; it closes when the process ends
+    pipe: (
+        connection.Connection
+    )  # the rank sends GROUP_STARTED, then RETURNED or RAISED; it closes when the process ends
 
 
 @dataclass
 class Outcome:
     """What has become of the ranks so far. A rank that is neither in ``returned`` nor in ``failures`` may still run."""
 
-    met: set[int] = field(default_factory=set)  # the process group of these ranks has started
+    started: set[int] = field(default_factory=set)  # the process group has started on these ranks
     returned: set[int] = field(default_factory=set)
     failures: dict[int, Failure] = field(default_factory=dict)
     # The pipes of these ranks are closed, so they are dead. The forkserver gives their exit statuses a moment later.
@@ -59,13 +61,13 @@ def collect(folder: Path, ranks: list[Rank], timeout: float, watch: Callable[[],
     """Wait until every rank of a call has returned or failed, and return what has become of each.
 
     Ranks that still run are not waited for beyond the timeout, nor for long after the first failure, because they may
-    then wait for the failed rank for ever. The timeout, in seconds, counts from the moment when all ranks have met in
-    their process group. For that they have MEET_WITHIN seconds more. ``watch`` is called several times a second while
-    this function waits. The ranks write their results and failures to files in ``folder``.
+    then wait for the failed rank for ever. The timeout, in seconds, counts from the moment when the process group has
+    started on all ranks. For the start they have START_WITHIN seconds more. ``watch`` is called several times a second
+    while this function waits. The ranks write their results and failures to files in ``folder``.
     """
     outcome = Outcome()
-    deadline = time.monotonic() + MEET_WITHIN + timeout
-    all_have_met = False
+    deadline = time.monotonic() + START_WITHIN + timeout
+    timeout_counts = False
     while True:
         running = [rank for rank in range(len(ranks)) if rank not in outcome.returned | outcome.failures.keys()]
         if not running:
@@ -74,12 +76,15 @@ def collect(folder: Path, ranks: list[Rank], timeout: float, watch: Callable[[],
         if is_over(outcome, ranks, running, deadline):
             read_reports(folder, ranks, running, outcome, seconds=0)  # a rank may just have reported
             return outcome
+
         wait_seconds = min(NOTICE_WITHIN, deadline - time.monotonic())
         if outcome.failures:
             wait_seconds = NOTICE_AFTER_A_FAILURE
         read_reports(folder, ranks, running, outcome, seconds=wait_seconds)
-        if len(outcome.met) == len(ranks) and not all_have_met:
-            all_have_met = True
+
+        all_have_started = len(outcome.started) == len(ranks)
+        if all_have_started and not timeout_counts:
+            timeout_counts = True
             deadline = time.monotonic() + timeout
 
 
@@ -94,13 +99,17 @@ def is_over(outcome: Outcome, ranks: list[Rank], running: list[int], deadline: f
 
 
 def read_reports(folder: Path, ranks: list[Rank], running: list[int], outcome: Outcome, seconds: float) -> None:
-    """Wait until a rank that is ``running`` reports or dies, at most so many seconds, and note it in ``outcome``."""
-    events: list[connection.Connection | int] = []
+    """Wait until one of the ``running`` ranks reports or dies, at most so many seconds, and add it to ``outcome``.
+
+    A rank reports by single bytes through its pipe, and by a file in ``folder``.
+    """
+    to_wait_for: list[connection.Connection | int] = []
     for rank in running:
-        events.append(ranks[rank].process.sentinel)  # it becomes ready when the process has ended
+        to_wait_for.append(ranks[rank].process.sentinel)  # it becomes ready when the process has ended
         if rank not in outcome.closed:  # a closed pipe would always be ready
-            events.append(ranks[rank].pipe)
-    ready = connection.wait(events, max(0, seconds))
+            to_wait_for.append(ranks[rank].pipe)
+    ready = connection.wait(to_wait_for, max(0, seconds))
+
     for rank in running:
         process = ranks[rank].process
         pipe = ranks[rank].pipe
@@ -109,8 +118,8 @@ def read_reports(folder: Path, ranks: list[Rank], running: list[int], outcome: O
             report = os.read(pipe.fileno(), BYTES_OF_A_RANK)
             if not report:
                 outcome.closed.add(rank)
-        if MET in report:
-            outcome.met.add(rank)
+        if GROUP_STARTED in report:
+            outcome.started.add(rank)
         if RETURNED in report:
             outcome.returned.add(rank)
         elif RAISED in report:
@@ -123,16 +132,17 @@ def may_report(failures: dict[int, Failure], ranks: list[Rank], dying: Collectio
     """Whether to wait a little longer after the first failure, because another rank may explain it or share it.
 
     A rank that fails pulls others down with it, and these may report first. So the error message is not written before
-    the other ranks have had the time to report, too. ``dying`` are ranks whose pipes are closed, and whose exit
-    statuses are not known yet.
+    the other ranks have had the time to report, too. ``dying`` are the numbers of ranks that have closed their pipes,
+    and whose exit statuses are not known yet.
     """
     first_failed = min(failure.when for failure in failures.values())
     seconds_since = time.monotonic() - first_failed
     seconds_for_all: float = PEERS_WITHIN
     seconds_for_busy: float = LATE_WITHIN
-    if any(failure.killed for failure in failures.values()):
-        # A rank that is killed is no consequence of a peer's failure, so nobody has an earlier cause to report. The
-        # peers get only the time to finish what they print.
+    a_rank_was_killed = any(failure.killed for failure in failures.values())
+    if a_rank_was_killed:
+        # A kill is no consequence of a peer's failure, so nobody has an earlier cause to report. The peers get only the
+        # time to finish what they print.
         seconds_for_all = 0
         seconds_for_busy = PEERS_WITHIN
     if seconds_since <= seconds_for_all:
@@ -179,7 +189,7 @@ def end(ranks: list[Rank]) -> None:
     started = []
     for rank in ranks:
         process = rank.process
-        if process.pid is None:  # it was not started, because something failed before
+        if process.pid is None:  # something failed before it was started
             continue
         # A rank leads a process group, in which all that it starts is. Right after its start it may not yet.
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -194,7 +204,7 @@ def end(ranks: list[Rank]) -> None:
 
 
 def lines_at_timeout(folder: Path, nproc: int) -> dict[int, str]:
-    """Where each rank is at the timeout: {rank: the innermost line of the reader's code}, for the error message.
+    """Where each rank is at the timeout: {rank: the innermost line of the user's code}, for the error message.
 
     At the timeout each rank's faulthandler begins to write the stacks of its threads into a file. This waits until all
     files are complete, but not longer than LATE_WITHIN seconds.
@@ -220,12 +230,12 @@ def is_complete(stack: str) -> bool:
 
 
 def where(folder: str | Path, ranks: Iterable[int]) -> dict[int, str]:
-    """{rank: the innermost line of the reader's code} in the stack that each rank wrote last into the folder."""
+    """{rank: the innermost line of the user's code} in the stack that each rank wrote last into the folder."""
     return {rank: innermost(read(Path(folder, f"stack{rank}"))) for rank in ranks}
 
 
 def innermost(stack: str) -> str:
-    """The innermost line of the reader's code in one thread's stack, in words for an error message.
+    """The innermost line of the user's code in one thread's stack, in words for an error message.
 
     faulthandler writes a line for each frame, the innermost first: ``  File "train.py", line 3 in step``.
     """

@@ -90,8 +90,8 @@ def launch(
     send CPU tensors, and return ``x.cpu()``.
     What the ranks print appears here when they end, in rank order; a line that several ranks print is shown once. A
     terminal and JupyterLab also show the newest lines of a call that takes more than two seconds, while it runs.
-    ``timeout`` is in seconds and begins when all ranks have met, so that a busy machine's slow start does not
-    count. After it, ranks have two more seconds to tell in which line they are. ``env`` is {name: text},
+    ``timeout`` is in seconds and begins when the process group has started on all ranks, so that a busy machine's slow
+    start does not count. After it, ranks have two more seconds to tell in which line they are. ``env`` is {name: text},
     added to the ranks' environment variables.
     ``check=True`` observes the first 20 steps of each optimizer for mistakes that raise no error, as
     ``helpers.training_check`` does, and prints a section *silent mistakes* with what rank 0 prints.
@@ -136,35 +136,44 @@ def results(call: Call, payload: bytes) -> list[Any]:
     ``payload`` is the pickled Work, which each rank reads from a file. Raises RankError if a rank failed or hung.
     """
     folder = call.folder
-    nproc = call.world_size
     ranks: list[Rank] = []
-    oom_kills = count_oom_kills()
-    live = LiveLine(folder, nproc)
+    live_line = LiveLine(folder, call.world_size)
 
-    def watch() -> None:
-        if live.is_due():
+    def show_live_line() -> None:
+        if live_line.is_due():
             with uninterrupted():  # an interrupt between the writing and its record would leave a line for ever
-                live.update()
+                live_line.update()
 
     try:
         folder.mkdir()
         (folder / "call").write_bytes(payload)
-        for rank in range(nproc):
-            start(rank, call, ranks)
-        outcome = collect(folder, ranks, call.timeout, watch)
-        if outcome.failures:
-            raise first_failure(outcome.failures, out_of_memory=count_oom_kills() > oom_kills)
-        if len(outcome.returned) < nproc:
-            raise hang(lines_at_timeout(folder, nproc), outcome.returned, call.timeout)
-        return [pickle.loads((folder / f"report{rank}").read_bytes()) for rank in range(nproc)]
+        return run_ranks(call, ranks, show_live_line)
     finally:
         with uninterrupted():
-            live.erase()
+            live_line.erase()
             end(ranks)
             outputs = [tidy(read(folder / f"output{rank}")) for rank in range(len(ranks))]
             shutil.rmtree(folder, ignore_errors=True)
         for line in fold(outputs):
             print(line)
+
+
+def run_ranks(call: Call, ranks: list[Rank], watch: Callable[[], None]) -> list[Any]:
+    """Start the ranks of a call, wait for them, and return their results. Raises RankError if a rank failed or hung.
+
+    The started ranks are added to ``ranks``; the caller ends them. ``watch`` is called several times a second.
+    """
+    folder = call.folder
+    world_size = call.world_size
+    oom_kills_before = count_oom_kills()
+    for rank in range(world_size):
+        start(rank, call, ranks)
+    outcome = collect(folder, ranks, call.timeout, watch)
+    if outcome.failures:
+        raise first_failure(outcome.failures, out_of_memory=count_oom_kills() > oom_kills_before)
+    if len(outcome.returned) < world_size:
+        raise hang(lines_at_timeout(folder, world_size), outcome.returned, call.timeout)
+    return [pickle.loads((folder / f"report{rank}").read_bytes()) for rank in range(world_size)]
 
 
 def count_gpus(environment: dict[str, str]) -> int:
@@ -221,7 +230,7 @@ def check_arguments(fn: object, nproc: int, timeout: float, backend: str) -> Non
 def added_arguments(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
     """Which arguments each rank adds before ``args``, so that a tutorial's function need not be rewritten for launch.
 
-    They are named by the environment variables that hold them: none, ["RANK"], or ["RANK", "WORLD_SIZE"]. For example
+    They are named by the environment variables that hold them: [], ["RANK"], or ["RANK", "WORLD_SIZE"]. For example
     ``train(rank, world_size, epochs)`` with ``args=(3,)`` gets both. As few are added as make the call possible, so
     ``args=(0, 4, 3)`` adds none. Raises LaunchError where the call is not possible with any of them.
     """
@@ -229,14 +238,10 @@ def added_arguments(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
         signature = inspect.signature(fn)
     except ValueError:  # many functions that are written in C have no signature
         return []
-    possible: list[str] = []
-    for parameter, variables in zip(signature.parameters, (FIRST_PARAMETERS, SECOND_PARAMETERS), strict=False):
-        if parameter not in variables:
-            break
-        possible.append(variables[parameter])
+    addable = addable_arguments(signature)
     refusal = ""
-    for count in range(len(possible) + 1):
-        added = possible[:count]
+    for count in range(len(addable) + 1):
+        added = addable[:count]
         try:
             signature.bind(*added, *args)
         except TypeError as error:
@@ -244,12 +249,25 @@ def added_arguments(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
         else:
             return added
     name = getattr(fn, "__name__", fn)
-    missing = required(signature)[len(possible) :]
-    example = ", ".join(["fn", *missing, "nproc=4"])
+    to_pass = required(signature)[len(addable) :]
+    example = ", ".join(["fn", *to_pass, "nproc=4"])
     raise LaunchError(
         f"launch calls {name}{signature} with {len(args)} arguments: {refusal}.\n"
         f"Pass them: launch({example}). A rank's own number is dist.get_rank() in fn."
     )
+
+
+def addable_arguments(signature: inspect.Signature) -> list[str]:
+    """The environment variables whose values a rank can add, by the names of a function's first two parameters.
+
+    For example ["RANK", "WORLD_SIZE"] for ``train(rank, world_size, epochs)``, and [] for ``train(epochs)``.
+    """
+    variables = []
+    for parameter, variable_of_name in zip(signature.parameters, (FIRST_PARAMETERS, SECOND_PARAMETERS), strict=False):
+        if parameter not in variable_of_name:
+            break
+        variables.append(variable_of_name[parameter])
+    return variables
 
 
 def required(signature: inspect.Signature) -> list[str]:
@@ -265,7 +283,7 @@ def required(signature: inspect.Signature) -> list[str]:
 def pack(fn: Callable[..., Any], added: list[str], args: tuple[Any, ...]) -> bytes:
     """A call's Work as bytes, which ``rank.run`` reads. Raises LaunchError if something in it cannot be pickled.
 
-    ``added`` are the arguments that each rank adds itself (``added_arguments``).
+    ``added`` are the arguments that each rank adds itself, such as ["RANK"] (see ``added_arguments``).
     """
     sources = {}
     for file, entry in linecache.cache.items():
@@ -276,23 +294,23 @@ def pack(fn: Callable[..., Any], added: list[str], args: tuple[Any, ...]) -> byt
         return dumps(Work(function=fn, added=added, args=args, sources=sources))
     except Exception as error:
         # Pickled one by one, the function and its arguments show which of them is at fault.
-        labelled: dict[str, Any] = {f"the function {getattr(fn, '__name__', fn)}": fn}
+        parts: dict[str, Any] = {f"the function {getattr(fn, '__name__', fn)}": fn}
         for index, arg in enumerate(args):
-            labelled[f"argument {index}, a {type(arg).__name__},"] = arg
-        refusal = cannot_be_sent(labelled)
-        if refusal is not None:
-            raise refusal from None
+            parts[f"argument {index}, a {type(arg).__name__},"] = arg
+        error_about_part = cannot_be_sent(parts)
+        if error_about_part is not None:
+            raise error_about_part from None
         raise error from None
 
 
 def cannot_be_sent(labelled: Mapping[str, Any]) -> LaunchError | None:
-    """An error about the first of these objects that cannot be pickled, or None. Some callers only want to know.
+    """A LaunchError about the first of these objects that cannot be pickled, or None if all can. It is not raised.
 
-    ``labelled`` is {what the object is called in the error's message: the object}.
+    ``labelled`` is {what the message calls the object: the object}, such as {"argument 0, a Module,": module}.
     """
-    for label, thing in labelled.items():
+    for label, value in labelled.items():
         try:
-            dumps(thing)
+            dumps(value)
         except Exception as reason:
             return LaunchError(
                 f"{label} cannot be sent to the ranks ({reason}).\n"

@@ -11,7 +11,7 @@ from IPython.core.magic import Magics, cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
 from helpers.ranks import launch
-from helpers.source import DEFINITION, split
+from helpers.source import DEFINITION, Statement, split
 
 SOURCE = "<ranks cell>"
 OF_EACH_RANK = ("rank", "local_rank", "world_size")  # each rank has its values, whatever these are in the notebook
@@ -48,34 +48,38 @@ class RanksMagics(Magics):
         value. Raises RankError and LaunchError as ``launch`` does.
         """
         options = parse_argstring(self.ranks, line)
-        names = sendable(self.shell.user_ns, cell)
-        linecache.cache[SOURCE] = (len(cell), None, cell.splitlines(keepends=True), SOURCE)  # for tracebacks
-        values = launch.launch(
+        variables = sendable(self.shell.user_ns, cell)
+        # With this entry tracebacks show the cell's lines.
+        linecache.cache[SOURCE] = (len(cell), None, cell.splitlines(keepends=True), SOURCE)
+        values_of_ranks = launch.launch(
             run_body,
             cell,
-            names,
+            variables,
             nproc=options.nproc,
             timeout=options.timeout,
             backend=options.backend,
             check=options.check,
         )
         if options.into:
-            self.shell.user_ns[options.into] = values
+            self.shell.user_ns[options.into] = values_of_ranks
 
 
 @dataclass(frozen=True)
 class FreeNames:
-    """The names that a cell's body may read from the notebook."""
+    """The names that a cell's body may read from the notebook.
 
-    required: set[str]  # the body binds them nowhere, or reads them before it does
+    For example, in a cell of the lines ``print(x)``, ``def f(): return y`` and ``y = 1`` x is required, y optional.
+    """
+
+    required: set[str]  # the body binds them nowhere, or certainly reads them before it binds them
     optional: set[str]  # the body may bind them before it reads them: in a block or a function that may not run
 
 
 def sendable(namespace: dict[str, Any], cell: str) -> dict[str, Any]:
-    """The part of the notebook's variables that is sent to the ranks, so that they can run a cell.
+    """The part of the notebook's variables that is sent to the ranks, so that they can run a cell: {name: value}.
 
-    The variables that the cell certainly reads have to be sent, so this raises LaunchError if one of them cannot be
-    pickled. A variable that the cell may set itself before it reads it is left out then.
+    Raises LaunchError if a variable that the cell certainly reads cannot be pickled. A variable that the cell may set
+    itself before it reads it is left out in that case.
     """
     names = free_names(cell)
     required = {name: namespace[name] for name in sorted(names.required & namespace.keys())}
@@ -84,49 +88,57 @@ def sendable(namespace: dict[str, Any], cell: str) -> dict[str, Any]:
     error = launch.cannot_be_sent({f"the notebook's {name!r}": value for name, value in required.items()})
     if error is not None:
         raise error
-    sent = dict(required)
+    to_send = dict(required)
     for name, value in optional.items():
         can_be_sent = launch.cannot_be_sent({name: value}) is None
         if can_be_sent:
-            sent[name] = value
-    return sent
+            to_send[name] = value
+    return to_send
 
 
 def free_names(cell: str) -> FreeNames:
     """The names that a cell's body may read from the notebook, because it does not bind them itself before.
 
-    Raises LaunchError where the body is not plain Python. The statements are looked at in their order: what a block
-    such as ``if`` binds may be bound after it, and what a plain statement binds certainly is.
+    To bind a name is to assign, import or define it. Raises LaunchError where the body is not plain Python.
     """
+    statements = statements_of(cell)
+    bound_anywhere: set[str] = set()
+    for statement in statements:
+        bound_anywhere |= statement.binds
+
+    # The statements are followed in their order. Of those so far:
+    certainly_bound = {*OF_EACH_RANK}
+    perhaps_bound: set[str] = set()  # by a block such as ``if``, or in a function, which may not run
+    read_unbound: set[str] = set()  # read by a statement, or in a function, when the name was not certainly bound
+    read_first: set[str] = set()  # read when a statement itself runs, before anything may have bound the name
+    for statement in statements:
+        node = statement.node
+        has_block = hasattr(node, "body")
+        if has_block:
+            perhaps_bound |= statement.binds
+        read_unbound |= statement.reads - certainly_bound
+        read_first |= statement.needs - certainly_bound - perhaps_bound
+        if isinstance(node, DEFINITION):
+            certainly_bound.add(node.name)  # what its body binds by `global` is bound only when it is called
+        elif not isinstance(node, MAY_NOT_RUN):
+            certainly_bound |= statement.binds
+    optional = (read_unbound & bound_anywhere) - read_first
+    return FreeNames(required=read_unbound - optional, optional=optional)
+
+
+def statements_of(cell: str) -> list[Statement]:
+    """The statements of a cell's body, in order. Raises LaunchError where the body is not plain Python."""
     try:
-        statements = split(cell)
+        return split(cell)
     except SyntaxError as error:
         line = (error.text or "").strip()
         raise launch.LaunchError(
             f"line {error.lineno} of the cell is not Python ({error.msg}): {line}\n"
             "Correct it; a magic or a shell command belongs in a cell of its own."
         ) from None
-    bound_anywhere: set[str] = set()
-    # Of the statements so far:
-    bound = {*OF_EACH_RANK}  # certainly
-    perhaps_bound: set[str] = set()  # by a block or in a function
-    read: set[str] = set()  # by a statement, or by a function's body, before the name is certainly bound
-    read_first: set[str] = set()  # when a statement itself runs, before anything may have bound the name
-    for statement in statements:
-        bound_anywhere |= statement.binds
-        read |= statement.reads - bound
-        if hasattr(statement.node, "body"):
-            perhaps_bound |= statement.binds
-        read_first |= statement.needs - bound - perhaps_bound
-        if isinstance(statement.node, DEFINITION):
-            bound.add(statement.node.name)  # its other bindings come by `global`, and not before it is called
-        elif not isinstance(statement.node, MAY_NOT_RUN):
-            bound |= statement.binds
-    optional = (read & bound_anywhere) - read_first
-    return FreeNames(required=read - optional, optional=optional)
 
 
-def run_body(cell: str, names: dict[str, Any]) -> Any:
+def run_body(cell: str, variables: dict[str, Any]) -> Any:
     """In a rank: run a cell's body with these variables of the notebook.
 
     If its last statement is an expression, its value is printed, as in a notebook, and returned; otherwise None is.
@@ -135,14 +147,14 @@ def run_body(cell: str, names: dict[str, Any]) -> Any:
 
     scope = {
         "__name__": "__main__",
-        **names,
+        **variables,
         "rank": dist.get_rank(),
         "local_rank": dist.get_rank(),  # all ranks of launch are on one machine
         "world_size": dist.get_world_size(),
     }
     module = ast.parse(cell, SOURCE)
-    last_statement = module.body[-1] if module.body else None
     last_expression = None
+    last_statement = module.body[-1] if module.body else None
     if isinstance(last_statement, ast.Expr):
         del module.body[-1]
         last_expression = ast.Expression(last_statement.value)

@@ -50,28 +50,36 @@ def first_failure(failures: dict[int, Failure], out_of_memory: bool) -> RankErro
     every rank's traceback. ``out_of_memory`` says whether Linux killed a process because memory ran out.
     """
 
-    def causes_first(rank: int) -> tuple[bool, float]:
-        """Sorts ranks by the time of their failures, and those that only lost a peer (``echo``) behind all others."""
-        return failures[rank].echo, failures[rank].when
+    def order_of_cause(rank: int) -> tuple[bool, float]:
+        """Sorts ranks by the time of their failures, and behind all others those that only lost their peer."""
+        return failures[rank].lost_peer, failures[rank].when
 
-    first = min(failures, key=causes_first)
+    first = min(failures, key=order_of_cause)
     alike = [rank for rank in sorted(failures) if are_alike(rank, failures[rank], first, failures[first])]
-    cause = failures[alike[0]]
-    what = cause.what.split("\n")[0]  # the traceback has the other lines
+    message = message_about(alike, failures[alike[0]], out_of_memory)
+    texts = {rank: failure.traceback or failure.what for rank, failure in failures.items()}
+    return RankError(message, rank=alike[0], failures=texts)
+
+
+def message_about(ranks: list[int], failure: Failure, out_of_memory: bool) -> str:
+    """Says how ranks failed that have all failed in this way: ``rank 1 died first: killed by SIGKILL (…)``.
+
+    Where it is known, a second line says in which line of the code.
+    """
+    what = failure.what.split("\n")[0]  # the traceback has the other lines
     if what == "killed by SIGKILL" and out_of_memory:
         what += " (the system's out-of-memory killer: use less memory)"
     elif what == "killed by SIGKILL":
         what += " (the system reports no out-of-memory kill)"
-    verb = "died"  # A rank that is killed leaves no traceback.
-    if cause.traceback:
+    verb = "died"  # a rank that is killed leaves no traceback
+    if failure.traceback:
         verb = "failed"
-    if len(alike) == 1:
+    if len(ranks) == 1:
         verb += " first"
-    message = f"{label(alike)} {verb}: {what}"
-    if cause.where:
-        message += f"\n  at {cause.where}"
-    texts = {rank: failure.traceback or failure.what for rank, failure in failures.items()}
-    return RankError(message, rank=alike[0], failures=texts)
+    message = f"{label(ranks)} {verb}: {what}"
+    if failure.where:
+        message += f"\n  at {failure.where}"
+    return message
 
 
 def are_alike(rank: int, failure: Failure, other_rank: int, other: Failure) -> bool:
@@ -87,20 +95,22 @@ def are_alike(rank: int, failure: Failure, other_rank: int, other: Failure) -> b
 def hang(lines: dict[int, str], finished: Collection[int], timeout: float) -> RankError:
     """The RankError about a timeout: it says which ranks have finished, and in which line each of the others was.
 
-    ``lines`` is {rank: its line}, of all ranks. ``finished`` has the numbers of the ranks that have returned.
+    ``lines`` is {rank: its line} of all ranks, such as {0: "line 3 of step: loss = f(x)"}. ``finished`` has the numbers
+    of the ranks that have returned.
     """
     states = {}
-    hung = {}
+    states_of_hanging = {}
     for rank, line in sorted(lines.items()):
         if rank in finished:
             states[rank] = "finished"
         else:
             states[rank] = f"at {line}"
-            hung[rank] = states[rank]
-    message = f"{len(states) - len(finished)} of {len(states)} ranks still ran after timeout={timeout:g} s:"
-    for group in by_line(states):
-        message += f"\n  {group}"
-    return RankError(message, rank=None, failures=hung)
+            states_of_hanging[rank] = states[rank]
+    still_running = len(states) - len(finished)
+    message = f"{still_running} of {len(states)} ranks still ran after timeout={timeout:g} s:"
+    for ranks_and_state in by_line(states):
+        message += f"\n  {ranks_and_state}"
+    return RankError(message, rank=None, failures=states_of_hanging)
 
 
 def by_line(lines: dict[int, str]) -> list[str]:
@@ -134,8 +144,8 @@ def fold(outputs: list[str]) -> Iterator[str]:
     ``outputs`` has each rank's text. Each rank's lines keep their order. A line that several ranks print is yielded
     once with all of them, if the order of the other lines allows it.
     """
-    remaining = [deque(split_lines(output)) for output in outputs]  # each rank's lines that are not yet yielded
-    counts = [Counter(lines) for lines in remaining]  # how often each of them is among these
+    remaining = [deque(split_lines(output)) for output in outputs]  # for each rank the lines that are not yet yielded
+    counts = [Counter(lines) for lines in remaining]  # for each rank how often each line is among these
     while any(remaining):
         next_lines = {rank: lines[0] for rank, lines in enumerate(remaining) if lines}
         line = choose_line(next_lines, counts)
@@ -156,17 +166,19 @@ def split_lines(output: str) -> list[str]:
 def choose_line(next_lines: Mapping[int, str], remaining: Sequence[Counter[str]]) -> str:
     """Which line to show next, where the ranks' outputs are merged: one of {rank: its next line}.
 
-    ``remaining`` has {line: how often the rank still prints it} for each rank. If another rank comes to the same line
+    ``remaining`` has for each rank {line: how often the rank still prints it}. If another rank comes to the same line
     later, it is best to wait until then, because the line is shown once for both. So the first line is taken that no
     rank prints later, or else the first rank's line.
     """
     for line in next_lines.values():
-        ranks_that_print_it_later = [
-            rank for rank, next_line in next_lines.items() if next_line != line and remaining[rank][line] > 0
-        ]
-        if not ranks_that_print_it_later:
+        is_printed_later = False
+        for rank, next_line in next_lines.items():
+            if next_line != line and remaining[rank][line] > 0:
+                is_printed_later = True
+        if not is_printed_later:
             return line
-    return next(iter(next_lines.values()))
+    first_rank = next(iter(next_lines))
+    return next_lines[first_rank]
 
 
 def label(ranks: list[int]) -> str:

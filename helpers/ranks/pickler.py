@@ -22,29 +22,36 @@ class Pickler(cloudpickle.Pickler):
     """
 
     def reducer_override(self, obj: Any) -> Any:
-        """How pickle should send an object: a tuple that begins with a function and the arguments that rebuild it.
+        """How to send an object: (a function, the arguments with which it rebuilds the object in the other process).
 
         pickle calls this for each object that it comes to. NotImplemented leaves the object to pickle itself.
         """
-        if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
-            is_imported = sys.modules.get(obj.__name__) is obj
-            if is_imported:
-                return importlib.import_module, (obj.__name__,)
-
-        is_operator = type(obj).__module__ == "torch._ops" and type(obj).__name__ in OPERATORS
-        if is_operator:
+        if is_module_of_own_type(obj):
+            return importlib.import_module, (obj.__name__,)
+        if is_operator(obj):
             get_operator = operator.attrgetter(path_in_torch_ops(obj))
             return get_operator, (sys.modules["torch.ops"],)
-
         reduced = super().reducer_override(obj)
         has_slots = isinstance(obj, type) and "__slots__" in vars(obj)
         if has_slots and isinstance(reduced, tuple):
-            arguments = reduced[1]
-            # A class of a notebook is sent by value, and cloudpickle leaves __slots__ out of its attributes. A class of
-            # a module is sent by its name, with fewer arguments.
-            if len(arguments) > ATTRIBUTES_OF_CLASS:
+            _, arguments, *_ = reduced
+            is_sent_by_value = len(arguments) > ATTRIBUTES_OF_CLASS  # as a notebook's class; others by their names
+            if is_sent_by_value:
+                # cloudpickle leaves __slots__ out of the class's attributes.
                 arguments[ATTRIBUTES_OF_CLASS]["__slots__"] = vars(obj)["__slots__"]
         return reduced
+
+
+def is_module_of_own_type(obj: Any) -> bool:
+    """Whether an object is an imported module whose type is a subclass of that of modules, such as torch.backends."""
+    if not isinstance(obj, ModuleType) or type(obj) is ModuleType:
+        return False
+    return sys.modules.get(obj.__name__) is obj
+
+
+def is_operator(obj: Any) -> bool:
+    """Whether an object is part of torch.ops: a namespace of operators, an operator, or an overload of one."""
+    return type(obj).__module__ == "torch._ops" and type(obj).__name__ in OPERATORS
 
 
 def path_in_torch_ops(operator: Any) -> str:

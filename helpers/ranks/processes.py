@@ -39,7 +39,7 @@ def fork(work: Callable[[], object]) -> psutil.Process:
     """
     sys.stdout.flush()  # otherwise both processes would write what is still in the buffers
     sys.stderr.flush()
-    leave = os._exit  # kept here, because ``work`` may replace os._exit
+    exit_at_once = os._exit  # kept here, because ``work`` may replace os._exit
     # The new process begins with this one's handlers, which would end the other ranks. So signals wait until it has
     # handlers of its own.
     old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
@@ -53,9 +53,9 @@ def fork(work: Callable[[], object]) -> psutil.Process:
             signal.signal(signal.SIGINT, signal.default_int_handler)  # it raises KeyboardInterrupt
             signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
             work()
-            leave(0)
+            exit_at_once(0)
         finally:
-            leave(1)  # reached if ``work`` raised, because the leave(0) above does not return
+            exit_at_once(1)  # reached if ``work`` raised, because the call above does not return
     signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
     return psutil.Process(pid)
 
@@ -68,8 +68,8 @@ def wait(
 ) -> dict[int, int]:
     """Wait until the processes have ended, but not longer than ``timeout`` seconds; return how they ended.
 
-    Returns {the process's place in the list: its exit status}, without the processes that still run. The status is the
-    signal's number with a minus for a process that a signal has killed. With ``stop_at_failure`` the wait is over as
+    Returns {index of the process in the list: its exit status}, without the processes that still run. The status of a
+    process that a signal has killed is the signal's number with a minus. With ``stop_at_failure`` the wait is over as
     soon as one process has another status than 0. ``watch`` is called several times a second while this function waits,
     with the statuses so far.
     """

@@ -26,7 +26,7 @@ from typing import Any
 NOTEBOOK = "notebook cell"
 
 # What a rank says through its pipe. Single bytes, so that a rank that dies cannot leave half a message.
-MET = b"m"
+GROUP_STARTED = b"m"
 RETURNED = b"+"
 RAISED = b"-"
 
@@ -39,7 +39,7 @@ LIBRARIES = sorted(
     reverse=True,
 )
 PACKAGE = os.path.dirname(os.path.dirname(__file__))
-MEET_WITHIN = 60  # seconds that the ranks have to start and meet; they do not count for the call's timeout
+START_WITHIN = 60  # seconds until the ranks' process group has started; they do not count for the call's timeout
 
 # What torchrun sets if no agent serves the ranks' store. ``rank_variables`` gives the numbers of each rank.
 TORCHRUN_VARIABLES = {
@@ -92,44 +92,37 @@ class Failure:
     what: str  # "ValueError: too few samples", "killed by SIGKILL"
     where: str = ""  # "line 3 of step: loss = f(x)"
     traceback: str = ""
-    echo: bool = False  # the error is a lost connection, so the cause is a peer's end
+    lost_peer: bool = False  # the error is a lost connection, so the cause is a peer's end
     killed: bool = False  # a signal ended the process, so no peer's failure is the cause
 
 
 def rank_main(pipe: connection.Connection, rank: int, call: Call) -> None:
     """The whole life of a rank, in a process that the forkserver has just forked.
 
-    The rank sends MET through the pipe when it has met its peers. Later it writes its function's result, or the Failure
-    that describes its error, to the file ``report<rank>`` in the call's folder, and sends RETURNED or RAISED. Then it
-    waits until the launcher ends the process.
+    Through the pipe the rank tells the launcher in two single bytes how far it is: GROUP_STARTED when its process group
+    has started, and at the end RETURNED or RAISED. By then the file ``report<rank>`` in the call's folder has the
+    function's result, or the Failure that describes its error. After that the rank waits until the launcher ends it.
     """
     folder = call.folder
-    os.setsid()  # Ctrl-C reaches the launcher alone, and one signal to this group ends all that the rank starts
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    start_method = None  # the default, as under torchrun: on Linux this rank forks a DataLoader's workers
-    if sys.version_info >= (3, 14) and sys.platform == "linux":
-        # Here the default is forkserver, whose workers cannot import the classes of a notebook's cell.
-        start_method = "fork"
-    multiprocessing.set_start_method(start_method, force=True)
+    leave_launchers_terminal()
+    choose_start_method()
     threading.Thread(target=end_with_parent, daemon=True).start()
     (folder / f"pid{rank}").write_text(str(os.getpid()))  # the forkserver reads it if a rank that holds the GIL is left
-    # The forkserver ends when no process has this pipe open any more. With the copy that the rank has inherited, the
-    # forkserver would not notice the launcher's end.
-    alive = forkserver._forkserver._forkserver_alive_fd  # type: ignore[attr-defined]
-    os.close(alive)
+    close_pipe_to_forkserver()
     write_output_to(folder / f"output{rank}")
-    # At the timeout faulthandler writes to this file where the rank is, for the launcher's error message. A signal
-    # would need a handler, which belongs to the reader's code. faulthandler needs none, and works without the GIL.
-    stacks = open(folder / f"stack{rank}", "w")
-    faulthandler.dump_traceback_later(MEET_WITHIN + call.timeout, file=stacks)
 
-    def all_have_met() -> None:
+    # At the timeout faulthandler writes to this file where the rank is, for the launcher's error message. A signal
+    # would need a handler, which belongs to the user's code. faulthandler needs none, and works without the GIL.
+    stacks = open(folder / f"stack{rank}", "w")
+    faulthandler.dump_traceback_later(START_WITHIN + call.timeout, file=stacks)
+
+    def tell_that_group_has_started() -> None:
         faulthandler.dump_traceback_later(call.timeout, file=stacks)  # the timeout counts from now on
-        os.write(pipe.fileno(), MET)
+        os.write(pipe.fileno(), GROUP_STARTED)
 
     report = folder / f"report{rank}"
     try:
-        report.write_bytes(run(rank, call, all_have_met))
+        report.write_bytes(run(rank, call, tell_that_group_has_started))
         outcome = RETURNED
     except BaseException as error:  # such as SystemExit and dcp.CheckpointException
         report.write_bytes(pickle.dumps(describe(error)))
@@ -138,6 +131,37 @@ def rank_main(pipe: connection.Connection, rank: int, call: Call) -> None:
     sys.stderr.flush()
     os.write(pipe.fileno(), outcome)
     threading.Event().wait()  # peers may still need this rank's connections; the launcher ends the process later
+
+
+def leave_launchers_terminal() -> None:
+    """Let a Ctrl-C at the terminal reach the launcher alone, which then ends the ranks.
+
+    The rank leads a process group from now on, so that one signal to this group ends all that the rank starts, too.
+    """
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def choose_start_method() -> None:
+    """Let the rank start processes as a program under torchrun does, such as the workers of a DataLoader.
+
+    The rank comes from a forkserver, whose start method it would have otherwise.
+    """
+    start_method = None  # the default, which is fork on Linux
+    if sys.version_info >= (3, 14) and sys.platform == "linux":
+        # Here the default is forkserver, whose workers cannot import the classes of a notebook's cell.
+        start_method = "fork"
+    multiprocessing.set_start_method(start_method, force=True)
+
+
+def close_pipe_to_forkserver() -> None:
+    """Close this rank's copy of the pipe by which the forkserver notices the launcher's end.
+
+    The forkserver ends when no process has the pipe open any more. A rank inherits an open copy when it is forked.
+    """
+    server: Any = forkserver._forkserver
+    alive_descriptor = server._forkserver_alive_fd  # the number of this end of the pipe, which has no public name
+    os.close(alive_descriptor)
 
 
 def write_output_to(path: Path) -> None:
@@ -164,7 +188,8 @@ def end_with_parent() -> None:
 def rank_variables(rank: int, local_size: int, nodes: int = 1) -> dict[str, str]:
     """The environment variables with which torchrun tells a rank its numbers, on nodes of ``local_size`` ranks each.
 
-    torchrun calls a node's number GROUP_RANK. Its roles divide ranks by their tasks; without them all have one role.
+    Rank 5 on 2 nodes of 4 ranks has RANK=5, LOCAL_RANK=1, WORLD_SIZE=8, and so on. GROUP_RANK is torchrun's name for
+    the number of a node. Roles divide ranks by their tasks; here all ranks have one role, as by default.
     """
     node, local_rank = divmod(rank, local_size)
     world_size = local_size * nodes
@@ -187,34 +212,16 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def run(rank: int, call: Call, all_have_met: Callable[[], None]) -> bytes:
-    """Start the process group, call ``all_have_met``, then do the Work in the call's folder; return the pickled result.
+def run(rank: int, call: Call, tell_that_group_has_started: Callable[[], None]) -> bytes:
+    """In a rank: start the process group, call the user's function, and return its pickled result.
 
-    Raises what the function of the Work raises, and TypeError for a result that cannot be pickled.
+    ``tell_that_group_has_started`` is called in between. Raises what the function raises, and TypeError for a result
+    that cannot be pickled.
     """
     os.environ.clear()  # the forkserver has the variables of its own start, which may be old
     os.environ.update(call.environment, **rank_variables(rank, call.world_size))
-    import torch
-    import torch.distributed as dist
-
-    share_cores(call.world_size)
-    dist.set_debug_level_from_env()  # torch read the variable in the forkserver, before it had its value
-    draw_own_numbers()
-    device = None
-    if call.backend == "nccl":
-        local_rank = int(os.environ["LOCAL_RANK"])
-        torch.cuda.set_device(local_rank)
-        device = torch.device("cuda", local_rank)
-    dist.init_process_group(
-        call.backend,
-        init_method=f"file://{call.environment['WORLD_SIZE_ONE_STORE']}",
-        rank=rank,
-        world_size=call.world_size,
-        timeout=timedelta(seconds=call.timeout + MEET_WITHIN),  # so that the launcher's timeout comes first
-        device_id=device,  # NCCL connects the ranks here, and not at the first collective
-    )
-    dist.barrier()  # from here on a rank that dies cannot disturb its peers' rendezvous
-    all_have_met()
+    device = start_group(rank, call)
+    tell_that_group_has_started()
     share_group()  # before the function is read, which may hold the two functions that this replaces
     from helpers.ranks import pickler  # here: whoever imports this file on a cluster does without cloudpickle
 
@@ -238,8 +245,36 @@ def run(rank: int, call: Call, all_have_met: Callable[[], None]) -> bytes:
         ) from None
 
 
+def start_group(rank: int, call: Call) -> Any:
+    """Start the default process group of the call's ranks, when this rank's environment variables are set.
+
+    Returns the torch.device of this rank's GPU, or None on gloo.
+    """
+    import torch
+    import torch.distributed as dist
+
+    share_cores(call.world_size)
+    dist.set_debug_level_from_env()  # torch read the variable in the forkserver, before it had its value
+    draw_own_numbers()
+    device = None
+    if call.backend == "nccl":
+        local_rank = int(os.environ["LOCAL_RANK"])
+        torch.cuda.set_device(local_rank)
+        device = torch.device("cuda", local_rank)
+    dist.init_process_group(
+        call.backend,
+        init_method=f"file://{call.environment['WORLD_SIZE_ONE_STORE']}",
+        rank=rank,
+        world_size=call.world_size,
+        timeout=timedelta(seconds=call.timeout + START_WITHIN),  # so that the launcher's timeout comes first
+        device_id=device,  # NCCL connects the ranks here, and not at the first collective
+    )
+    dist.barrier()  # from here on a rank that dies cannot disturb its peers' rendezvous
+    return device
+
+
 def call_function(work: Work) -> Any:
-    """Call the reader's function, with the arguments that this rank adds before the given ones."""
+    """Call the user's function, with the arguments that this rank adds before the given ones."""
     added_args = [int(os.environ[variable]) for variable in work.added]
     return work.function(*added_args, *work.args)
 
@@ -293,44 +328,37 @@ class GroupState(Enum):
 def share_group() -> None:
     """Let a function that was written for torchrun, and so starts its process group itself, run in a rank of launch.
 
-    launch has started the default group already, and torch would raise an error for a second one. So this replaces two
-    functions of torch. What each does depends on the state:
+    launch has started the default group already, and torch would raise an error for a second one. So this replaces
+    ``init_process_group`` and ``destroy_process_group`` of torch.distributed. What each does depends on the state of
+    the group:
 
-    - Not asked for: ``init_process_group`` makes no group, but checks that the function asks for one like that of
-      launch (ValueError if not), which is then in use. ``destroy_process_group`` really destroys the group of launch.
-    - In use: ``init_process_group`` is torch's, which raises its error for a second start. ``destroy_process_group``
-      leaves the group running for launch, and the group counts as not asked for again.
-    - Destroyed: both are torch's.
+    - NOT_ASKED_FOR: ``init_process_group`` makes no group. It only checks that the function asks for one like that of
+      launch (ValueError if not), which is IN_USE then. ``destroy_process_group`` really destroys the group of launch.
+    - IN_USE: ``init_process_group`` is torch's, which raises its error for a second start. ``destroy_process_group``
+      leaves the group running for launch, and the group is NOT_ASKED_FOR again.
+    - DESTROYED: both are torch's.
     """
     import torch.distributed as dist
 
     torch_init = dist.init_process_group
     torch_destroy = dist.destroy_process_group
-    actual = {"backend": dist.get_backend(), "rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    group_of_launch = {"backend": dist.get_backend(), "rank": dist.get_rank(), "world_size": dist.get_world_size()}
     # The two functions hold no reference to the group itself: gloo closes a group's connections only when the last
     # reference to it is gone.
     state = GroupState.NOT_ASKED_FOR
 
     @functools.wraps(torch_init)
     def init_process_group(*args: Any, **options: Any) -> None:
-        """In the place of torch's function: use the group of launch, if nobody does, or else start one as torch does.
-
-        ``state`` says who has the group of launch, and ``actual`` what kind of group it is.
-        """
         nonlocal state
         if state is GroupState.NOT_ASKED_FOR:
             requested = inspect.signature(torch_init).bind(*args, **options).arguments
-            check_group(requested, actual)
+            check_group(requested, group_of_launch)
             state = GroupState.IN_USE
         else:
             torch_init(*args, **options)
 
     @functools.wraps(torch_destroy)
     def destroy_process_group(group: Any = None) -> None:
-        """In the place of torch's function: give the group of launch back if it is in use, or else destroy the group.
-
-        ``state`` says who has the group of launch.
-        """
         nonlocal state
         is_default_group = group is None or group is dist.group.WORLD
         if not is_default_group:
@@ -349,78 +377,83 @@ def share_group() -> None:
 
 
 def check_group(requested: Mapping[str, Any], actual: Mapping[str, Any]) -> None:
-    """Raise ValueError where the arguments of ``init_process_group`` ask for another group than the one that runs.
+    """Raise ValueError if a call of ``init_process_group`` asks for another group than the one that runs.
 
-    ``requested`` are these arguments by name. ``actual`` has the backend, the rank and the world size of the group.
+    ``requested`` are the arguments of the call, such as {"backend": "gloo"}. ``actual`` has the backend, the rank and
+    the world size of the group that runs.
     """
-    for name, value in actual.items():
+    for name, actual_value in actual.items():
         given = requested.get(name)
         if given is None or given == -1:  # the defaults, with which torch asks the environment variables
             continue
         alternatives = re.split("[:,]", str(given))  # a backend may be one of several: "cpu:gloo,cuda:nccl"
-        if str(value) in alternatives:
+        if str(actual_value) in alternatives:
             continue
         advice = f"leave {name} out"
         if "nccl" in str(given):
             advice += ", or start the ranks with launch(..., backend='nccl')"
         raise ValueError(
-            f"init_process_group({name}={given!r}) in a rank of launch, whose group has {name}={value!r}: {advice}."
+            f"init_process_group({name}={given!r}) in a rank of launch, "
+            f"whose group has {name}={actual_value!r}: {advice}."
         )
 
 
 def describe(error: BaseException) -> Failure:
-    """The Failure that describes an exception of the reader's function, for the launcher's error message.
+    """The Failure that describes an exception of the user's function, for the launcher's error message.
 
     Its traceback is the one that Python would print, without the frames of this folder at its beginning, and with files
     named so that the text is the same on every machine.
     """
     formatter = traceback.TracebackException.from_exception(error)
-    where = innermost_line(formatter.stack)
+    line_that_raised = innermost_line(formatter.stack)
     chain = linked_exceptions(formatter)
-    for link in chain:
-        while len(link.stack) > 1 and is_launchers(link.stack[0]):
-            del link.stack[0]
+    for exception in chain:
+        while len(exception.stack) > 1 and is_launchers(exception.stack[0]):
+            del exception.stack[0]
     text = "".join(formatter.format())
-    files = {frame.filename for link in chain for frame in link.stack}
+    files = {frame.filename for exception in chain for frame in exception.stack}
     for file in files:
         text = text.replace(f'File "{file}"', f'File "{short_name(file)}"')
     return Failure(
         when=time.monotonic(),
         what="".join(formatter.format_exception_only()).strip(),
-        where=where,
+        where=line_that_raised,
         traceback=text,
-        echo=any(is_lost_connection(str(link)) for link in chain),
+        lost_peer=any(is_lost_connection(str(exception)) for exception in chain),
     )
 
 
 def innermost_line(stack: Iterable[traceback.FrameSummary]) -> str:
-    """The innermost line of the reader's code in a stack, in words; else that of a library, or "" if there is none."""
-    innermost = None
-    innermost_of_reader = None
+    """The innermost line of the user's code in a stack, in words; else that of a library, or "" if there is none.
+
+    In words it is ``line 3 of step: loss = f(x)``.
+    """
+    innermost_of_user = None
+    innermost_of_all = None
     for frame in stack:  # the outermost frame comes first
         if is_launchers(frame):
             continue
-        innermost = frame
+        innermost_of_all = frame
         if not is_library(frame.filename):
-            innermost_of_reader = frame
-    if innermost_of_reader is not None:
-        return describe_line(innermost_of_reader)
-    if innermost is not None:
-        return describe_line(innermost)
+            innermost_of_user = frame
+    if innermost_of_user is not None:
+        return describe_line(innermost_of_user)
+    if innermost_of_all is not None:
+        return describe_line(innermost_of_all)
     return ""
 
 
 def linked_exceptions(last: traceback.TracebackException) -> list[traceback.TracebackException]:
     """An exception, those that it was raised from or while handling, those from which these came, and so on."""
-    found = []
+    linked = []
     to_follow = [last]
     while to_follow:
         exception = to_follow.pop()
-        found.append(exception)
+        linked.append(exception)
         for earlier in (exception.__cause__, exception.__context__):
             if earlier is not None:
                 to_follow.append(earlier)
-    return found
+    return linked
 
 
 def is_lost_connection(message: str) -> bool:
@@ -429,7 +462,7 @@ def is_lost_connection(message: str) -> bool:
 
 
 def is_launchers(frame: traceback.FrameSummary) -> bool:
-    """Whether a frame is of a file in this folder, which launches the reader's function."""
+    """Whether a frame is of a file in this folder, which launches the user's function."""
     return os.path.dirname(frame.filename) == os.path.dirname(__file__)
 
 

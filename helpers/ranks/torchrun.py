@@ -31,16 +31,18 @@ def folder_until_a_signal() -> Iterator[str]:
     of a rank that it is starting.
     """
     # A signal that is ignored already stays ignored: nohup starts a command that ignores SIGHUP.
-    signals = [number for number in processes.STOPS if signal.getsignal(number) != signal.SIG_IGN]
+    signals_to_handle = [number for number in processes.STOPS if signal.getsignal(number) != signal.SIG_IGN]
     # Not a TemporaryDirectory: each rank that is forked would remove it at its own end.
     folder = tempfile.mkdtemp()
 
     def end_at_signal(number: int, frame: FrameType | None) -> None:
-        for handled in signals:
+        for handled in signals_to_handle:
             signal.signal(handled, signal.SIG_IGN)  # a second Ctrl-C must not interrupt this handler
         end_command(folder)
 
-    old_handlers = {number: signal.signal(number, end_at_signal) for number in signals}
+    old_handlers = {}
+    for number in signals_to_handle:
+        old_handlers[number] = signal.signal(number, end_at_signal)
     try:
         yield folder
     finally:

@@ -58,15 +58,16 @@ def gather_stats(
     eps: float,
     counts: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean and the inverse standard deviation of all ranks' batches. Also updates the running averages.
+    """The mean and the inverse standard deviation, by channel, of the whole batch, from those of each rank's part.
 
-    ``means``, ``inverse_deviations`` and ``counts`` are those of each rank: ``counts`` has the elements of a channel.
+    Also updates the running averages. ``means`` and ``inverse_deviations`` are (ranks, channels). ``counts`` has how
+    many elements a channel has on each rank. Both results are (channels,).
     """
     counts = counts.view(-1, 1)
     total = counts.sum()
     mean = (counts * means).sum(0) / total
     variances = inverse_deviations.pow(-2) - eps
-    # The variance of the whole is the ranks' mean variance, and the variance of their means.
+    # The variance of the whole is the mean of the ranks' variances, plus the variance of the ranks' means.
     variance = (counts * (variances + (means - mean).square())).sum(0) / total
     if running_mean is not None:
         running_mean.lerp_(mean.to(running_mean.dtype), momentum)
@@ -136,13 +137,16 @@ def gradient_of_input(
 ) -> torch.Tensor:
     """The second half of the backward pass: the gradient of this rank's input.
 
-    ``total`` and ``product`` are the sums of ``reduce_gradient``, added up over all ranks. The input acts on the output
-    also through the mean and the variance: the terms that are subtracted are the gradients through these two.
+    ``gradient`` is that of the output. ``total`` and ``product`` are the sums of ``reduce_gradient``, added up over all
+    ranks: of the gradient, and of the gradient times the centred input. ``counts`` has the elements of a channel on
+    each rank.
     """
     count = counts.sum()
     centred = input - for_channels(mean, input)
-    slope = for_channels(inverse_deviation.square() * product / count, input)
-    output = gradient - for_channels(total / count, input) - centred * slope
+    # The input acts on the output also through the mean and the variance of its channel.
+    through_mean = for_channels(total / count, input)
+    through_variance = centred * for_channels(inverse_deviation.square() * product / count, input)
+    output = gradient - through_mean - through_variance
     output = output * for_channels(inverse_deviation, input)
     if weight is not None:
         output = output * for_channels(weight, input)

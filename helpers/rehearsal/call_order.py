@@ -39,10 +39,11 @@ class CallOrder:
     calls: int  # how many collectives this rank has called
 
     def announce(self, call: str) -> None:
-        """Tell the group this rank's next call. Raises RuntimeError where a rank that came earlier made another call.
+        """Tell the group this rank's next call. Raises RuntimeError if a rank that came earlier made another call.
 
-        ``call`` is the text of ``describe``, which is equal for calls that belong together. The rank that comes first
-        to its N-th call writes it into the store, and each later one compares its own N-th call with it.
+        ``call`` is the text of ``describe``, such as "all_reduce of 4 elements of float32", which is equal for calls
+        that belong together. The rank that comes first to its N-th call writes it into the store, and each later one
+        compares its own N-th call with it.
         """
         self.calls += 1
         self.store.set(f"calls/{self.rank_in_group}", str(self.calls))
@@ -57,24 +58,29 @@ class CallOrder:
             raise gpu_error(message)
 
     def explain(self, error: Exception) -> Exception:
-        """The error to raise in place of ``error``, which gloo has raised and which may only say that a peer is lost.
+        """The error to raise in place of ``error``, by which gloo says that a peer is lost.
 
-        It says that the ranks' calls differ, or which ranks did not come, and which of those have ended. If neither is
-        so, or if a rank has raised an exception of its own, which then is the cause, it is gloo's error.
+        If ranks have made different calls, it says which. If ranks did not come to this call, it says which ones, and
+        which of them have ended. In any other case it is gloo's own error. It is that also if a rank has raised an
+        exception, because then this is the cause.
         """
         if self.store.check(["differ"]):
             return RuntimeError(self.store.get("differ").decode())  # the rank that came last has it in its report
-        missing = [rank for rank in range(self.group_size) if self.calls_of(rank) < self.calls]
+        missing_ranks = [rank for rank in range(self.group_size) if self.calls_of(rank) < self.calls]
+        if not missing_ranks:
+            return error
         # A rank that raises an exception leaves a file there, beside the file in which torchrun looks for errors.
         folder_of_the_ranks = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
         a_rank_raised = any(folder_of_the_ranks.glob("raised-*"))
-        a_peer_is_lost = LOST.search(str(error)) is not None
-        if a_rank_raised or not missing or not a_peer_is_lost:
+        if a_rank_raised:
             return error
-        message = f"NCCL would hang here: ranks {missing} of the group did not come"
-        ended = [rank for rank in missing if self.value_of(f"ended/{rank}")]
-        if ended:
-            message += f", and ranks {ended} have ended"
+        a_peer_is_lost = LOST.search(str(error)) is not None
+        if not a_peer_is_lost:
+            return error
+        message = f"NCCL would hang here: ranks {missing_ranks} of the group did not come"
+        ended_ranks = [rank for rank in missing_ranks if self.value_of(f"ended/{rank}")]
+        if ended_ranks:
+            message += f", and ranks {ended_ranks} have ended"
         return gpu_error(message)
 
     def calls_of(self, rank: int) -> int:
@@ -92,10 +98,10 @@ class CallOrder:
         return self.store.get(key).decode()
 
     def share_value(self, key: str, value: str, duty: str, timeout: timedelta) -> list[str]:
-        """Set this rank's value under a key in the store, wait for the other ranks, and return all values by rank.
+        """Set this rank's value under a key in the store, wait for the other ranks, and return the values of all.
 
-        Raises RuntimeError after the timeout, for ranks that did not set theirs. Its message ends "ranks [1] of the
-        group did not DUTY", so ``duty`` says what those ranks would have had to do: "call new_group".
+        Raises RuntimeError after the timeout if ranks have not set theirs: "ranks [1] of the group did not DUTY". So
+        ``duty`` says what those ranks would have had to do, such as "call new_group".
         """
         keys = [f"{key}/{rank}" for rank in range(self.group_size)]
         own_key = keys[self.rank_in_group]
@@ -103,9 +109,9 @@ class CallOrder:
         try:
             self.store.wait(keys, timeout)
         except dist.DistStoreError:
-            missing = [rank for rank in range(self.group_size) if not self.value_of(keys[rank])]
-            raise gpu_error(f"NCCL would hang here: ranks {missing} of the group did not {duty}") from None
-        return [self.value_of(key) for key in keys]
+            missing_ranks = [rank for rank in range(self.group_size) if not self.value_of(keys[rank])]
+            raise gpu_error(f"NCCL would hang here: ranks {missing_ranks} of the group did not {duty}") from None
+        return [self.value_of(key_of_rank) for key_of_rank in keys]
 
     def remember(self, work: Any, outputs: Iterable[torch.Tensor] = ()) -> Any:
         """Keep this group and the outputs of a call under its Work, the handle that the script waits on. Returns it.
@@ -168,19 +174,19 @@ def describe(name: str, args: Sequence[Any], group_size: int) -> str:
     operator that is no collective.
     """
     kind = kind_of(name)
-    sizes_of_arguments = []  # the elements of all tensors of an argument, for each argument that has tensors
+    elements_of_arguments = []  # how many elements the tensors of an argument have, for each argument with tensors
     dtypes = []
     for arg in args:
         tensors = tensors_in([arg])
         if tensors:
-            sizes_of_arguments.append(sum(tensor.numel() for tensor in tensors))
+            elements_of_arguments.append(sum(tensor.numel() for tensor in tensors))
             dtypes += [tensor.dtype for tensor in tensors]
-    if kind in UNSIZED or not sizes_of_arguments:
+    if kind in UNSIZED or not elements_of_arguments:
         return kind
     # An all_gather's output and a reduce_scatter's input have the elements of all ranks; that argument is the largest.
-    size = max(sizes_of_arguments)
-    if kind == "all_gather" and len(sizes_of_arguments) == 1:
+    elements = max(elements_of_arguments)
+    if kind == "all_gather" and len(elements_of_arguments) == 1:
         # A functional operator returns its output. So only the input, of one rank, is among its arguments.
-        size *= group_size
+        elements *= group_size
     dtype = str(dtypes[0]).removeprefix("torch.")
-    return f"{kind} of {size} elements of {dtype}"
+    return f"{kind} of {elements} elements of {dtype}"

@@ -58,15 +58,15 @@ def main(args: argparse.Namespace, flags: list[str]) -> int:
     with folder_until_a_signal() as name:
         folder = Path(name)
         script = args.chapter
-        if not args.module and not is_script(Path(script)):
+        is_notebook = not args.module and not is_script(Path(script))
+        if is_notebook:
             from helpers.export import chapters  # here, because it takes a second or more
 
             try:
-                [path] = chapters.export(args.chapter, folder)  # a list of one, because one chapter is named
+                script = str(chapters.export_script(args.chapter, folder))
             except chapters.ExportError as error:
                 print(f"error: {error}", file=sys.stderr)
                 return 1
-            script = str(path)
         status = run(script, args, flags, folder)
         if status != 0:
             for line in last_lines(folder):
@@ -84,8 +84,8 @@ def problem_of(args: argparse.Namespace) -> str:
         # Only the outermost package is looked for. To find a module in it, Python would have to import the package,
         # and so to run code of the script in this process.
         package = args.chapter.partition(".")[0]
-        places = [os.getcwd(), *sys.path]
-        if not PathFinder.find_spec(package, places):
+        folders = [os.getcwd(), *sys.path]
+        if not PathFinder.find_spec(package, folders):
             return f"there is no module {args.chapter} here.\nStart in the folder that holds it."
     if args.allow:
         from helpers.training_check import check_allowed  # here, because it imports torch
@@ -103,11 +103,12 @@ def is_script(path: Path) -> bool:
 
 
 def run(script: str, args: argparse.Namespace, flags: list[str], folder: Path) -> int:
-    """Run a script on ranks that are forked from this process, and wait.
+    """Run a script on ranks that are forked from this process, and wait for them.
 
-    Returns the exit status: 0, or that of the rank that failed first, or 1 where the ranks hung or a silent mistake was
-    found. ``folder`` takes the ranks' stacks, last lines and notes, and torch's error files. A forked rank has its
-    imports done, which saves two seconds of a processor at each start.
+    Returns the exit status: 0, or that of the rank that failed first, or 1 if the ranks hung or a silent mistake was
+    found. ``args`` are those of ``rehearse``, ``flags`` those of the script. ``folder`` takes files of the ranks: their
+    stacks, their errors, and what they note for the search for silent mistakes. A forked rank has its imports done,
+    which saves two seconds of a processor at each start.
     """
     world_size = args.gpus * args.nodes
     set_defaults(world_size)  # before the import of torch, which reads some of these variables
@@ -138,7 +139,7 @@ def run(script: str, args: argparse.Namespace, flags: list[str], folder: Path) -
         end(ranks)
     del store  # the ranks needed it until now
     if trouble is not None:
-        # What the ranks have noted is cut short, and the script's error is no silent mistake.
+        # Silent mistakes are not looked for: the ranks' notes are incomplete, and the script has a known error.
         return trouble.status
     comparison = mistakes.compare_notes(folder, world_size, args.allow)
     mistakes.write_section(comparison, args.json)
@@ -180,21 +181,23 @@ class Progress:
 
 
 def wait(ranks: Sequence[psutil.Process], folder: Path, timeout: float) -> Trouble | None:
-    """Wait until all ranks have ended, one has failed, or for ``timeout`` seconds. Returns what went wrong, or None.
+    """Wait for the ranks until all have ended, one has failed, or ``timeout`` seconds are over.
 
-    Meanwhile a line now and then says where rank 0 is. ``folder`` has the ranks' last stacks, from which the lines are.
+    Returns what went wrong, or None. Meanwhile a line is printed now and then that says where rank 0 is. It is read
+    from ``folder``, where each rank writes its stack.
     """
     from helpers.ranks.collecting import where  # here: other commands do without
     from helpers.ranks.messages import hang
 
     progress = Progress(folder)
-    statuses = processes.wait(ranks, timeout, stop_at_failure=True, watch=progress.report)
+    statuses = processes.wait(ranks, timeout, stop_at_failure=True, watch=progress.report)  # {rank: exit status}
     for rank, status in sorted(statuses.items()):
         if status < 0:  # as in subprocess: the number of the signal that killed it, with a minus
             return Trouble(f"rank {rank} failed: killed by {signal.Signals(-status).name}")
         if status > 0:
             return Trouble(f"rank {rank} failed: exit status {status}", status)
-    if len(statuses) < len(ranks):
+    some_still_run = len(statuses) < len(ranks)
+    if some_still_run:
         lines = where(folder, range(len(ranks)))
         return Trouble(str(hang(lines, finished=statuses, timeout=timeout)))
     return None
@@ -219,10 +222,11 @@ def end(ranks: Sequence[psutil.Process]) -> None:
 
 
 def last_lines(folder: Path) -> list[str]:
-    """The last lines of a rehearsal that failed: the script's lines, the errors, and the ranks that came there.
+    """The errors of a failed rehearsal in lines such as "train.py:12: RuntimeError: what it says (ranks [0, 1])".
 
-    First where GPUs or NCCL would have raised (``refused``), then what the script ``raised``, if that is another error.
-    A rank that has only lost the connection to another one is left out, unless there is nothing else to say.
+    First come the errors that GPUs or NCCL would have raised, then other errors of the script. The ranks have left them
+    in ``folder``, in files ``refused-RANK`` and ``raised-RANK``. An error that only says that the connection to another
+    rank is lost is left out, unless there is no other.
     """
     from helpers.rehearsal.call_order import LOST  # here, because it imports torch
 
@@ -231,7 +235,9 @@ def last_lines(folder: Path) -> list[str]:
     refused_errors = {first_line_of_error(line) for line in refused}
     ranks_of_line = dict(refused)
     for line, ranks in raised.items():
-        if first_line_of_error(line) not in refused_errors and not LOST.search(line):
+        is_known = first_line_of_error(line) in refused_errors
+        only_lost_connection = LOST.search(line) is not None
+        if not is_known and not only_lost_connection:
             ranks_of_line[line] = ranks
     if not ranks_of_line:
         ranks_of_line = raised

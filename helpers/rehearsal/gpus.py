@@ -322,15 +322,16 @@ def follow_tables() -> None:
 
 
 def replace_name(qualified_name: str, function: Callable[..., Any]) -> None:
-    """Replace a name of torch.cuda by a function, such as "empty_cache" or "nvtx.mark", wherever torch has it.
+    """Replace a name of torch.cuda by a function, wherever torch has it; ``qualified_name`` as "nvtx.mark".
 
     A class stays, because programs ask isinstance: the function replaces what makes its instances. Only the sparse
-    types go, because torch's C++ has made them, and they take no attribute. A name that this PyTorch lacks is left out.
+    types are replaced themselves, because torch's C++ has made them, and they take no attribute. A name that this
+    PyTorch lacks is left out.
     """
     submodule, _, name = qualified_name.rpartition(".")  # "nvtx" and "mark"; for "empty_cache" the first is ""
     try:
         modules = [importlib.import_module(f"torch.cuda.{submodule}".rstrip("."))]
-    except ModuleNotFoundError:  # an older PyTorch has no such module
+    except ModuleNotFoundError:  # An older PyTorch has no such module.
         return
     if submodule == "":
         modules += [torch.cuda.graphs, torch.cuda.memory, torch.cuda.random]  # torch.cuda imports names from them
@@ -338,9 +339,11 @@ def replace_name(qualified_name: str, function: Callable[..., Any]) -> None:
         modules.append(torch.nn.parallel.comm)  # DataParallel finds them here
     for module in modules:
         original = getattr(module, name, None)
+        if original is None:
+            continue
         if inspect.isclass(original) and submodule != "sparse":
             replace(original, __new__=function)
-        elif original is not None:
+        else:
             replace(module, **{name: function})
 
 
@@ -417,10 +420,10 @@ def patch_accelerator() -> None:
 
 
 def patch_contexts() -> None:
-    """Make autocast("cuda") the CPU's autocast, with the CPU's lists of operators, and leave CUDA out of profiles.
+    """Make torch.autocast("cuda") the CPU's autocast, and leave CUDA out of profiles.
 
-    The operators run on the CPU, so only the CPU's autocast changes their types. Only the constructors of the classes
-    are replaced, because other classes derive from them.
+    The operators run on the CPU, so only the CPU's autocast, with its own lists of operators, changes their types. Only
+    the constructors of the classes are replaced, because other classes derive from them.
     """
     original_init_autocast = torch.autocast.__init__
     original_init_profile = torch.profiler.profile.__init__
@@ -435,11 +438,14 @@ def patch_contexts() -> None:
         original_init_autocast(self, device_type, dtype, *args, **kwargs)
 
     def init_profile_of_cpu(self: Any, *, activities: Any = None, **kwargs: Any) -> None:
+        """In the place of the constructor of torch.profiler.profile, whose arguments these are."""
         if activities:
-            activities = [item for item in activities if item != torch.profiler.ProfilerActivity.CUDA]
+            cuda = torch.profiler.ProfilerActivity.CUDA
+            activities = [activity for activity in activities if activity != cuda]
         original_init_profile(self, activities=activities, **kwargs)
 
     def is_autocast_enabled(device_type: str = "cuda") -> bool:
+        """In the place of torch.is_autocast_enabled."""
         if device_type == "cuda":
             device_type = "cpu"
         return original_is_autocast_enabled(device_type)

@@ -64,20 +64,27 @@ class PretendedNCCL(GLOO, CallOrder):
     starts = 0  # how many default groups this process has started
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
-        """torch calls this where it would make a ProcessGroupNCCL: for each group of which this process is a member."""
+        """Make this rank's part of a process group. torch calls this where it would make a ProcessGroupNCCL.
+
+        store: torch's table of keys and values that all ranks of the group can read. rank: this process's number in the
+        group, which has ``size`` ranks. options: an ``Options``, as a script may pass it to init_process_group.
+        """
         super().__init__(store, rank, size, timeout=options._timeout)
         self.instances.append(self)
-        is_default_group = c10d._world.default_pg is None  # torch sets it after the group is made
-        if is_default_group:
-            PretendedNCCL.starts += 1
-        # A script may end its groups and start others on the same store, whose keys must be new ones.
-        self.store = dist.PrefixStore(f"start{self.starts}", store)
         self.rank_in_group = rank
         self.group_size = size
         self.pretended_options = options
         self.gpu: int | None = None  # this rank's GPU in the communicator, once that is made
         self.calls = 0  # how many collectives this rank has called, for ``CallOrder``
         self.splits = 0  # how often this group was split
+
+        # torch keeps the default group here. It is None until the first group of a script, the default one, is made.
+        default_group = c10d._world.default_pg
+        if default_group is None:
+            PretendedNCCL.starts += 1
+        # A script may end its groups and start new ones on the same store. With a prefix of their own, the new ones do
+        # not find the keys of the old ones.
+        self.store = dist.PrefixStore(f"start{self.starts}", store)
 
     supports_splitting: Any = property(lambda self: True)
     supports_coalescing: Any = property(lambda self: False)
@@ -93,37 +100,37 @@ class PretendedNCCL(GLOO, CallOrder):
         self.connect(device.index)
 
     def perform_nocolor_split(self, device: Any) -> None:
-        """Do as ncclCommSplit: return when every rank of this group, the parent, has come to the same split.
+        """Wait, as ncclCommSplit does, until every rank of this group has come to the same split of it.
 
-        torch calls this on the ranks that will not be in the new group, to which NCCL gives no color.
-        ``eager_connect_single_device`` calls it on those that will.
+        A split makes a smaller group of some of the ranks. torch calls this on the ranks that will not be in it, to
+        which NCCL gives no color. ``eager_connect_single_device`` calls it on those that will.
         """
         self.splits += 1
         self.share_value(
             key=f"split/{self.splits}",
             value="called",
-            duty="call new_group, which splits the group that all ranks are in",
+            duty="call new_group, which splits the group that all ranks are in",  # what an error says of a missing rank
             timeout=self.pretended_options._timeout,
         )
 
     def connect(self, gpu: int) -> None:
         """Make the group's communicator on this rank's GPU, unless there is one, and wait for the other ranks to come.
 
-        Each rank says on which GPU of which node it is. Raises NCCL's error where two ranks name the same one, and also
-        if the group has a communicator already, on another GPU of this rank.
+        ``gpu`` is the GPU's number on this node. The ranks tell each other which GPU of which node they are on. Raises
+        NCCL's error if two ranks are on the same one, or if this rank's communicator is on another GPU already.
         """
         if self.gpu == gpu:
             return
         self.check_bound(gpu)
         node = os.environ["GROUP_RANK"]  # as torchrun numbers the nodes
         own_gpu = f"{node}/{gpu}"
-        gpus_of_ranks = self.share_value(
+        gpu_of_each_rank = self.share_value(
             key="gpu",
             value=own_gpu,
-            duty="come to this communicator's first use",  # how the error names what a missing rank did not do
+            duty="come to this communicator's first use",  # what an error says that a missing rank did not do
             timeout=self.pretended_options._timeout,
         )
-        ranks_on_this_gpu = [rank for rank, gpu_of_rank in enumerate(gpus_of_ranks) if gpu_of_rank == own_gpu]
+        ranks_on_this_gpu = [rank for rank, gpu_of_rank in enumerate(gpu_of_each_rank) if gpu_of_rank == own_gpu]
         if len(ranks_on_this_gpu) > 1:
             raise gpu_error(
                 f"NCCL error: Duplicate GPU detected: ranks {ranks_on_this_gpu} of a group are all on cuda:{gpu}"
@@ -150,13 +157,13 @@ def nccl_of(group: Any) -> Any:
 
 
 def check_tensors(group: Any, nccl: PretendedNCCL, name: str, tensors: list[torch.Tensor]) -> None:
-    """Raise what NCCL would raise for the tensors of a call; make the communicator at the first collective.
+    """Raise what NCCL would raise for the tensors of a call, and make the communicator at the first collective.
 
-    ``name`` is the called method of ProcessGroup. ``nccl`` is the group's pretended NCCL.
+    ``name`` is the called method of ProcessGroup, such as "allreduce". ``nccl`` is the group's pretended NCCL.
     """
     for tensor in tensors:
         gpu = index_of(tensor)
-        if gpu is None:  # a tensor on the CPU, which goes by gloo if the group has that too
+        if gpu is None:  # The tensor is on the CPU. It goes by gloo if the group has that, too.
             if "cpu" not in backends_of(group):
                 raise gpu_error(f"No backend type associated with device type cpu ({name} of a CPU tensor on NCCL)")
             continue
@@ -178,7 +185,8 @@ def check_dtype(tensor: torch.Tensor) -> None:
 def check_contiguous(name: str, tensor: torch.Tensor) -> None:
     """Raise an error for a tensor that is not contiguous, with which a script has called a method of ProcessGroup.
 
-    ``name`` is the method. torch raises the same for a collective. It accepts images whose channels come last.
+    ``name`` is the method, such as "allreduce" or "send". For a collective torch raises the same error. Images whose
+    channels come last in memory are accepted.
     """
     if tensor.is_contiguous():
         return
@@ -187,7 +195,8 @@ def check_contiguous(name: str, tensor: torch.Tensor) -> None:
         return
     message = "Tensors must be contiguous"
     if name in POINT_TO_POINT:
-        # torch only warns. NCCL sends the memory in its order, which is right if both tensors have one layout.
+        # torch only warns here. NCCL sends the bytes in the order of the memory, which is right only if the tensors of
+        # both ranks have the same strides.
         message = f"{name} of a non-contiguous tensor: NCCL sends its memory as it lies; use .contiguous()"
     raise gpu_error(message, ValueError)
 
@@ -231,11 +240,13 @@ def checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def call_checked(original: Callable[..., Any], name: str, group: Any, args: Any, kwargs: Any) -> Any:
-    """A script's call of a method of ProcessGroup: check and count it, and let gloo do the work. Returns the Work.
+    """Carry out a script's call of a method of ProcessGroup: check it, count it, and let gloo do it. Returns its Work.
 
-    ``original`` is torch's method ``name``; ``args`` and ``kwargs`` are the call's arguments. Tensors among them only
-    say that they are on a GPU, and hold CPU tensors. gloo gets these. If a group has no NCCL, or if the tensors of a
-    call are on the CPU, gloo does the work on a cluster as well. So such a call is counted as gloo's.
+    ``original`` is torch's method ``name``, such as "allreduce"; ``args`` and ``kwargs`` are the call's arguments.
+    Pretended tensors among them hold CPU tensors, and gloo gets these.
+
+    Only a call on a group of NCCL with tensors on a GPU is NCCL's. gloo would do any other on a cluster as well, so
+    that one is counted as gloo's.
     """
     values = (*args, *kwargs.values())
     nccl = nccl_of(group)
@@ -251,18 +262,18 @@ def call_checked(original: Callable[..., Any], name: str, group: Any, args: Any,
     if backend == "gloo" or name in POINT_TO_POINT:
         return original(group, *unwrap(args), **unwrap(kwargs))
 
-    # All ranks of the group make this call, and ``announce`` raises where one of them makes another.
+    # All ranks of the group have to make this call. ``announce`` raises an error if another rank makes another one.
     nccl.announce(describe(name, values, nccl.group_size))
     work = perform(original, name, group, nccl, args, kwargs)
-    output = values[:1]  # the first argument of a collective is what it fills
-    return nccl.remember(work, tensors_in(output))
+    first_argument = values[:1]  # what a collective fills
+    return nccl.remember(work, tensors_in(first_argument))
 
 
 def perform(original: Callable[..., Any], name: str, group: Any, nccl: PretendedNCCL, args: Any, kwargs: Any) -> Any:
     """Let gloo do a collective that a script has called on NCCL, and return its Work.
 
-    ``original`` is torch's method ``name`` of ProcessGroup; ``args`` and ``kwargs`` are the call's arguments. Tensors
-    among them only say that they are on a GPU, and hold CPU tensors. gloo gets these.
+    ``original`` is torch's method ``name`` of ProcessGroup, such as "allreduce"; ``args`` and ``kwargs`` are the call's
+    arguments. Pretended tensors among them hold CPU tensors, and gloo gets these.
 
     NCCL only counts elements, where gloo compares shapes. So gloo gets flat tensors, unless torch itself compares the
     shapes, or divides the tensor by its rows.
@@ -272,11 +283,12 @@ def perform(original: Callable[..., Any], name: str, group: Any, nccl: Pretended
     keeps_shapes = name in SAME_SHAPES or divides_rows(name, args)
     if not keeps_shapes:
         args = map_tensors(args, flattened)
-    if name not in ("alltoall", "allgather"):
+    takes_lists = name in ("alltoall", "allgather")
+    if not takes_lists:
         return original(group, *args, **kwargs)
 
-    # These two take lists of tensors, first the outputs and then what this rank sends. NCCL allows that the tensors of
-    # a list have different sizes, and gloo does not. So such lists are sent by an all_to_all of one tensor.
+    # The first argument is the outputs, the second is what this rank sends. NCCL allows that the tensors of a list have
+    # different sizes, and gloo does not. So such lists are sent by an all_to_all of one tensor.
     outputs = tensors_in(args[:1])
     inputs = tensors_in(args[1:2])
     if name == "alltoall":
@@ -328,24 +340,25 @@ def all_to_all_of_lists(nccl: PretendedNCCL, outputs: list[torch.Tensor], inputs
 
 
 def barrier(self: Any, opts: Any = None, **kwargs: Any) -> Any:
-    """ProcessGroup.barrier. NCCL's makes a communicator if there is none yet, and blocks the host to its end.
+    """In the place of ProcessGroup.barrier: check and count it, and let gloo do it. Returns its Work.
 
-    gloo makes the barrier in any case, so the device of the options is the CPU when they get there.
+    ``self`` is the process group. Like NCCL's, this barrier makes a communicator if there is none yet, and counts as a
+    wait of the host. ``opts`` are torch's BarrierOptions, which may name a GPU.
     """
     if opts is None:
         opts = dist.BarrierOptions()
     nccl = nccl_of(self)
     if nccl is None:
         events.collective("barrier (gloo)")
-        opts.device = torch.device("cpu")
-        return ORIGINAL_BARRIER(self, opts, **kwargs)
-    gpu = gpu_of_barrier(self, nccl, opts.device)
-    nccl.connect(gpu)
-    COUNTS.count(WAIT, "barrier")
-    nccl.announce("barrier")
-    events.collective("barrier (NCCL)")
-    opts.device = torch.device("cpu")
+    else:
+        nccl.connect(gpu_of_barrier(self, nccl, opts.device))
+        COUNTS.count(WAIT, "barrier")
+        nccl.announce("barrier")
+        events.collective("barrier (NCCL)")
+    opts.device = torch.device("cpu")  # because gloo makes the barrier in any case
     work = ORIGINAL_BARRIER(self, opts, **kwargs)
+    if nccl is None:
+        return work
     return nccl.remember(work)
 
 
@@ -363,11 +376,11 @@ def gpu_of_barrier(group: Any, nccl: PretendedNCCL, device: Any) -> int:
 
 
 def check_operator(func: Any, args: Any) -> None:
-    """Count and check a collective that is an operator, as ``checked`` does for those that are methods of a group.
+    """Count and check a collective that torch runs as an operator, not as a method of a process group.
 
     Functional collectives are operators, such as _c10d_functional.all_reduce, and torch's C++ calls a group by others,
-    such as c10d.allreduce_. ``CudaTensor`` calls this function before it lets one of them run. ``args`` are the
-    operator's arguments.
+    such as c10d.allreduce_. ``CudaTensor`` calls this function before it runs an operator ``func`` of these two
+    namespaces. ``args`` are the operator's arguments.
     """
     name = func.__name__.partition(".")[0].rstrip("_")  # "allreduce" for allreduce_.default
     sends_nothing = name in ("wait_tensor", "_wrap_tensor_autograd")
@@ -378,7 +391,8 @@ def check_operator(func: Any, args: Any) -> None:
     if nccl is None:
         return
     call = describe(name, args, nccl.group_size)
-    if call:  # it is "" for an operator that is no collective
+    is_collective = call != ""
+    if is_collective:
         gpus = [index_of(tensor) for tensor in tensors_in(args) if index_of(tensor) is not None]
         nccl.connect(gpus[0])
         nccl.announce(call)
@@ -402,18 +416,23 @@ def group_among(args: Sequence[Any]) -> Any:
 
 def patch() -> None:
     """Put the pretended NCCL in the place of torch's, and let all calls of process groups go through the checks."""
+    # torch now finds itself built with NCCL, whose class of groups is this one, and whose timeout is 10 minutes.
     replace(c10d, ProcessGroupNCCL=PretendedNCCL, _NCCL_AVAILABLE=True, default_pg_nccl_timeout=timedelta(minutes=10))
     replace(dist, ProcessGroupNCCL=PretendedNCCL)
     # Without this, "nccl" builds ProcessGroupNCCL2 from torch 2.15 on, which torch calls in another way.
     os.environ["TORCH_DIST_USE_NCCL2"] = "0"
+
+    # The methods of process groups, and of the Work that they return.
     for name in (*COLLECTIVES, *POINT_TO_POINT):
         if hasattr(GROUP, name):  # PyTorch 2.11 and 2.12 do not have all of them.
             replace(GROUP, **{name: checked(name, getattr(GROUP, name))})
     replace(GROUP, barrier=barrier, _device_types=property(device_types))
-    replace(c10d, _new_process_group_helper=new_process_group)
     replace(dist.Work, wait=wait, get_future=get_future)
     replace(CudaTensor, check_collective=staticmethod(check_operator))
-    for module in (c10d, dist, device_mesh):  # the other two have imported the functions of the first
+
+    # The functions that make groups. The modules dist and device_mesh have imported those of c10d.
+    replace(c10d, _new_process_group_helper=new_process_group)
+    for module in (c10d, dist, device_mesh):
         replace(module, new_group=new_group, split_group=split_group)
 
 
@@ -429,15 +448,17 @@ def device_types(group: Any) -> list[torch.device]:
 
 
 def new_process_group(*args: Any, **kwargs: Any) -> Any:
-    """In the place of torch's function that makes a group: a group of NCCL alone gets NCCL for the CPU, too.
+    """In the place of torch's function that makes a process group: a group of NCCL alone gets NCCL for the CPU, too.
 
-    torch's C++ looks for the backend of a tensor's device, and takes a pretended tensor for one on the CPU. Returns
-    what torch's function does: the group first.
+    torch's C++ looks for the backend of a tensor's device, and takes a pretended tensor for one on the CPU. The
+    arguments are those of torch's function, and so is what this returns: the group first.
     """
     group, *other_results = ORIGINAL_HELPER(*args, **kwargs)
-    has_this_rank = isinstance(group, dist.ProcessGroup)  # other ranks get a placeholder, which is a number
-    if has_this_rank and nccl_of(group) and "cpu" not in backends_of(group):
-        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.NCCL, nccl_of(group))
+    is_member = isinstance(group, dist.ProcessGroup)  # A rank outside of the group gets a number as a placeholder.
+    if is_member:
+        pretended_nccl = nccl_of(group)
+        if pretended_nccl and "cpu" not in backends_of(group):
+            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.NCCL, pretended_nccl)
     return group, *other_results
 
 
@@ -452,10 +473,11 @@ def splits_off(parent: Any) -> bool:
 
 
 def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """torch's new_group. It raises an error for calls that would leave ranks waiting in a split of the parent.
+    """In the place of torch's new_group. It raises an error for a call that would leave ranks waiting for ever.
 
-    If the default group is bound to a GPU, NCCL makes a smaller group by a split of it, the parent. All ranks of the
-    parent must take part in a split, and wait for each other. ``args`` and ``kwargs`` are torch's further arguments.
+    If the default group is bound to a GPU, NCCL makes a smaller group by splitting the default group, the parent. All
+    ranks of the parent must take part in the split, and wait for each other. ``args`` and ``kwargs`` are torch's
+    further arguments.
     """
     parent = c10d._get_default_group()
     is_smaller = ranks is not None and len(ranks) < parent.size()
@@ -482,10 +504,11 @@ def split_group(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """In the place of torch's split_group: divide a group into smaller ones, and return this rank's one, or None.
+    """In the place of torch's split_group: divide a group into smaller ones, and return the one of this rank, or None.
 
-    ``parent_pg`` is the group to divide, or None for the default group. ``split_ranks`` has a list for each new group:
-    the ranks' numbers in the parent. ``args`` and ``kwargs`` are torch's further arguments.
+    ``parent_pg`` is the group to divide, or None for the default group. ``split_ranks`` lists for each new group the
+    numbers that its ranks have in the parent, such as [[0, 1], [2, 3]]. ``args`` and ``kwargs`` are torch's further
+    arguments.
 
     torch asks the group's backend to split itself, which gloo, the backend here, cannot. So where NCCL would split the
     parent, each group is made by ``new_group``. A group without NCCL is left to torch's own function.
@@ -494,12 +517,12 @@ def split_group(
     if not splits_off(parent):
         return ORIGINAL_SPLIT_GROUP(parent_pg, split_ranks, timeout, *args, **kwargs)
     options = {name: kwargs[name] for name in ("backend", "group_desc") if name in kwargs}
-    global_ranks = c10d.get_process_group_ranks(parent)  # new_group wants the ranks' numbers in the whole job
+    job_ranks = c10d.get_process_group_ranks(parent)  # the number in the whole job of each rank of the parent
     own_group = None
     for ranks_in_parent in split_ranks:
-        ranks = [global_ranks[rank] for rank in ranks_in_parent]
+        ranks_in_job = [job_ranks[rank] for rank in ranks_in_parent]
         # Every rank of the parent makes every group, as torch demands of new_group.
-        group = c10d.new_group(ranks, timeout, **options)
+        group = c10d.new_group(ranks_in_job, timeout, **options)
         if own_group is None and parent.rank() in ranks_in_parent:
             own_group = group
     return own_group

@@ -44,6 +44,7 @@ NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
 
 flex: Any = sys.modules["torch._higher_order_ops.flex_attention"]  # its package has a function of this name
 ORIGINAL_COMPATIBLE: Any = torch._has_compatible_shallow_copy_type
+ORIGINAL_ATTENTION = torch.nn.functional.scaled_dot_product_attention
 ORIGINAL_DATA: Any = torch.Tensor.data
 ORIGINAL_LOAD = torch.load
 ORIGINAL_ONE_HOT = torch.nn.functional.one_hot
@@ -58,7 +59,7 @@ def patch() -> None:
     replace(torch.Tensor, to=to, cpu=cpu, cuda=cuda, type_as=type_as, type=type_)
     replace(torch.Tensor, pin_memory=pin_memory, is_pinned=lambda self, device=None: is_pinned(self))
     replace(torch.Tensor, data=property(ORIGINAL_DATA.__get__, set_data))
-    replace(torch.nn.functional, one_hot=one_hot)
+    replace(torch.nn.functional, one_hot=one_hot, scaled_dot_product_attention=scaled_dot_product_attention)
     replace(torch, load=load, compile=leave_eager, _has_compatible_shallow_copy_type=may_share_data)
     # torch would trace or compile flex_attention. Pretended tensors get its uncompiled version, sdpa_dense.
     flex.flex_attention.py_impl(CudaTensor)(flex.sdpa_dense)
@@ -66,24 +67,25 @@ def patch() -> None:
 
 
 def patch_factories() -> None:
-    """Let functions that make tensors, such as torch.zeros and Tensor.new_ones, make them on pretended GPUs too.
+    """Let functions that make tensors, such as torch.zeros and Tensor.new_ones, make them on pretended GPUs, too.
 
-    Kernels for CUDA serve torch's C++, where Python functions are not called. ``on_any_device`` serves the script.
+    If torch's C++ makes a tensor, it calls one of the kernels that are registered here as kernels for CUDA. If a script
+    calls a Python function, it calls the wrapper that ``on_any_device`` makes.
     """
-    torch._C._set_only_lift_cpu_tensors(True)  # then torch.tensor copies its values to a GPU by an operator
+    torch._C._set_only_lift_cpu_tensors(True)  # Then torch.tensor copies its values to a GPU by an operator.
     with warnings.catch_warnings():
         # PyTorch's build for CUDA has kernels already, and warns that these take their place.
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
         for operator in FACTORIES:
             LIBRARY.impl(operator, kernel(operator))
-    for factory in _device_constructors():
+    for factory in _device_constructors():  # torch's list of its functions that take a device
         owner: Any = torch
         name = factory.__name__
         if name.startswith("fft_"):  # torch.fft.fftfreq says of itself that it is called fft_fftfreq
             owner = torch.fft
             name = name.removeprefix("fft_")
         is_in_owner = getattr(owner, name, None) is factory
-        if is_in_owner:  # all are, except torch.nested.nested_tensor, which stays torch's own
+        if is_in_owner:  # All are, except torch.nested.nested_tensor, which stays torch's own.
             replace(owner, **{name: on_any_device(factory)})
     for name in LIKE:
         replace(torch, **{name: on_any_device(getattr(torch, name))})
@@ -134,20 +136,21 @@ def implied_device(name: str, source: torch.Tensor | None) -> Device:
 def on_any_device(factory: Any) -> Callable[..., torch.Tensor]:
     """Wrap a function or method of torch that makes a tensor, such as torch.zeros or Tensor.new_ones.
 
-    torch's C++ would hand the work to a ``kernel``, but not all that the kernel has to know. So the wrapper first finds
-    the GPU that is meant and moves the values of a tensor that is given as data; afterwards it marks memory as pinned.
+    The wrapper finds the GPU that is meant, lets torch make the tensor there, and marks its memory as pinned if that is
+    asked for. By itself torch would know of no pretended GPU where the call does not name one.
     """
     name = factory.__name__
 
     @functools.wraps(factory)
     def make(*args: Any, device: Device = None, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
         """What takes the function's place. The arguments are those of the function."""
-        source = None  # the tensor that is given as data, or whose shape and type the new one gets
+        source = None  # a tensor that is given as data, or whose shape and type the new one gets
         if args and isinstance(args[0], torch.Tensor):
             source = args[0]
         if device is None:
             device = implied_device(name, source)
-        if source is not None and name in ("as_tensor", "asarray"):  # these return a tensor itself if nothing changes
+        returns_source_if_unchanged = name in ("as_tensor", "asarray")
+        if source is not None and returns_source_if_unchanged:
             dtype = kwargs.get("dtype") or source.dtype
             return to(source, device, dtype)
         if is_gpu(device):
@@ -160,10 +163,10 @@ def on_any_device(factory: Any) -> Callable[..., torch.Tensor]:
             return tensor.pin_memory()
         return tensor
 
-    builtin = _find_builtin(factory)
-    if builtin:
-        # torch.jit.script finds the operator of a function in a table, which has the original function alone.
-        _register_builtin(make, builtin)
+    # torch.jit.script finds the operator of a function in a table, which has the original function alone.
+    operator_name = _find_builtin(factory)
+    if operator_name:
+        _register_builtin(make, operator_name)
     return make
 
 
@@ -175,6 +178,28 @@ def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
         num_classes = int(tensor.max()) + 1
     encoded = ORIGINAL_ONE_HOT(tensor.inner, num_classes)
     return CudaTensor(encoded, tensor.index)
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """torch's function of this name, for causal attention with dropout on a pretended GPU, too.
+
+    The CPU has no fused attention with dropout. torch's C++ then makes the causal mask itself, and makes it on the
+    CPU, where it does not fit the pretended tensors. So the mask is made here, on the device of the query.
+    """
+    makes_mask = is_causal and dropout_p > 0 and attn_mask is None
+    if makes_mask and isinstance(query, CudaTensor):
+        positions = (query.size(-2), key.size(-2))  # of the queries and of the keys
+        attn_mask = torch.ones(positions, dtype=torch.bool, device=query.device).tril()
+        is_causal = False
+    return ORIGINAL_ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
 
 
 def flex_attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -190,15 +215,19 @@ def flex_attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 def set_data(self: torch.Tensor, values: torch.Tensor) -> None:
     """``tensor.data = values``, also where one of the two is on a pretended GPU and the other on the CPU.
 
-    Module.to moves a parameter like this. ``set_values`` says why the two must not be of different classes.
+    Module.to moves a parameter like this. A tensor on a pretended GPU is of another class, a wrapper: ``set_values``
+    changes the class of ``self`` where this is needed.
     """
+    values_are_wrapper = isinstance(values, CudaTensor)
     if isinstance(self, DTensor):
         ORIGINAL_DATA.__set__(self, values)
-    elif isinstance(self, CudaTensor) and (isinstance(values, CudaTensor) or self.index is None):
-        # The tensor stays a wrapper. One without an index is a parameter that moved to the host before.
-        set_inner(self, values)
-    elif isinstance(self, CudaTensor) or isinstance(values, CudaTensor):
-        # The tensor has to become a wrapper, or to be none any more.
+    elif isinstance(self, CudaTensor):
+        # A wrapper without an index is a parameter that moved to the host before. It can stay a wrapper.
+        if values_are_wrapper or self.index is None:
+            set_inner(self, values)
+        else:
+            set_values(self, values)
+    elif values_are_wrapper:
         set_values(self, values)
     else:
         ORIGINAL_DATA.__set__(self, values)
@@ -250,22 +279,23 @@ def copied(tensor: torch.Tensor, index: int | None) -> torch.Tensor:
 def move(tensor: torch.Tensor, device: Device, non_blocking: bool = False) -> torch.Tensor:
     """Return the tensor if it is on the device already, or else a copy that is there, and count the copy.
 
-    ``device`` is a GPU or the CPU. A copy between these two is counted with whether the host waits for it.
+    ``device`` is a GPU or the CPU. For a copy between these two, the count says whether the host waits until it is
+    done, which depends on ``non_blocking``.
     """
-    # The numbers of the GPUs to and from which it moves; None stands for the host.
+    # The numbers of the GPUs from and to which it moves; None stands for the host.
+    own_part = local_part(tensor)
+    source = index_of(own_part)
     target = None
     if is_gpu(device):
         target = gpu_of(device)
-    local = local_part(tensor)
-    source = index_of(local)
-    if local.is_meta:
+    if own_part.is_meta:
         raise NotImplementedError("Cannot copy out of meta tensor; no data!")  # Module.to looks for these words
     if target == source:
         return tensor
     if target is None or source is None:
-        count_copy(local, upload=source is None, non_blocking=non_blocking)
+        count_copy(own_part, upload=source is None, non_blocking=non_blocking)
     else:
-        COUNTS.count(COPY, "between GPUs", bytes_of(local))
+        COUNTS.count(COPY, "between GPUs", bytes_of(own_part))
     return Copy.apply(tensor, target)
 
 
@@ -276,7 +306,7 @@ def to(self: torch.Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> tor
     to(other_tensor, non_blocking, copy). Each argument may also be left out, or be given by its name.
     """
     wanted = parse_to(args, copy, kwargs)
-    # ``move`` copies between the host and a pretended GPU. What changes on one device is left to torch's own function.
+    # First the move between the host and a pretended GPU. What changes on one device is left to torch's own function.
     moved = self
     other_changes: dict[str, Any] = {}
     if wanted.device is not None:
@@ -288,7 +318,8 @@ def to(self: torch.Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> tor
         other_changes["dtype"] = wanted.dtype
     if wanted.memory_format is not None:
         other_changes["memory_format"] = wanted.memory_format
-    if wanted.copy and moved is self:
+    was_copied = moved is not self
+    if wanted.copy and not was_copied:
         other_changes["copy"] = True
     if not other_changes:
         return moved
@@ -307,7 +338,7 @@ class Wanted:
 
 
 def parse_to(args: tuple[Any, ...], copy: bool, kwargs: dict[str, Any]) -> Wanted:
-    """What a call of Tensor.to asks for: ``args``, ``copy`` and ``kwargs`` are the arguments of the call.
+    """What a call of Tensor.to asks for. ``args``, ``copy`` and ``kwargs`` are the arguments of the call.
 
     torch's own parser takes to(device, dtype, non_blocking) and to(dtype, non_blocking), with memory_format as a
     keyword, but neither ``copy`` nor the form to(other_tensor). So these are rewritten for it.
@@ -315,38 +346,49 @@ def parse_to(args: tuple[Any, ...], copy: bool, kwargs: dict[str, Any]) -> Wante
     for keyword in ("other", "device"):
         if keyword in kwargs:
             args = (kwargs.pop(keyword), *args)
-    # Of two flags at the end the first is non_blocking, and the second is copy.
+    # If there are two flags at the end, the first is non_blocking, and the second is copy.
     ends_with_two_flags = len(args) >= 2 and isinstance(args[-2], bool) and isinstance(args[-1], bool)
     if ends_with_two_flags:
         *args_without_copy, copy = args
         args = tuple(args_without_copy)
     if args and isinstance(args[0], torch.Tensor):
-        other, *flags = args
-        args = (other.device, other.dtype, *flags)
-    device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        other_tensor, *flags = args
+        args = (other_tensor.device, other_tensor.dtype, *flags)
+    parse = torch._C._nn._parse_to  # torch has no public function for it; Module.to calls this one
+    device, dtype, non_blocking, memory_format = parse(*args, **kwargs)
     return Wanted(device, dtype, non_blocking, copy, memory_format)
 
 
 def type_(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-    """Tensor.type, an old method that does two things.
+    """Tensor.type, an old method of torch that does two things.
 
-    Without a ``dtype`` it returns the name of the tensor's type, such as torch.cuda.FloatTensor. With one it returns
-    the tensor as one of that type, which may be such a name, such a class, or a torch.dtype.
+    tensor.type() returns the name of the tensor's type: "torch.FloatTensor", on a GPU "torch.cuda.FloatTensor".
+    tensor.type(dtype) converts the tensor to a type and returns it. ``dtype`` is such a name, the class of that name,
+    or a torch.dtype.
     """
     if dtype is None:
-        name = ORIGINAL_TYPE(cpu_tensor(self))
-        if index_of(self) is not None:
-            name = name.replace("torch.", "torch.cuda.")
-        return name
+        return name_of_type(self)
     if isinstance(dtype, torch.dtype):
-        return to(self, dtype)  # a dtype says nothing of a device, so the tensor stays where it is
+        return to(self, dtype)  # It says nothing of a device, so the tensor stays where it is.
+
     name = type_name(dtype)
-    device: str | torch.device = "cpu"
-    if ".cuda." in name:
-        device = "cuda"
-        if self.is_cuda:
-            device = self.device  # the name says no number, so a tensor on a GPU stays on that one
+    device: str | torch.device
+    is_type_on_gpu = ".cuda." in name
+    if not is_type_on_gpu:
+        device = "cpu"
+    elif self.is_cuda:
+        device = self.device  # The name has no GPU's number, so the tensor stays on its own GPU.
+    else:
+        device = "cuda"  # the current GPU
     return to(self, device, dtype_of(name), non_blocking=non_blocking)
+
+
+def name_of_type(tensor: torch.Tensor) -> str:
+    """The name of a tensor's type, such as "torch.FloatTensor", or "torch.cuda.FloatTensor" on a pretended GPU."""
+    name = ORIGINAL_TYPE(cpu_tensor(tensor))
+    if index_of(tensor) is None:
+        return name
+    return name.replace("torch.", "torch.cuda.")
 
 
 def type_name(dtype: Any) -> str:
@@ -417,12 +459,12 @@ def pin_memory(self: torch.Tensor, device: Device = None) -> torch.Tensor:
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """torch.load: a tensor that was saved on GPU k comes back there, unless ``map_location`` names another device.
+    """In the place of torch.load: a tensor that was saved on GPU k comes back there, or to ``map_location``.
 
-    torch.save writes for a pretended tensor the CPU tensor that holds its values, the number of its GPU, and a call of
-    ``tensor.rebuild``. Here torch reads the CPU tensor and calls ``rebuild``, which puts it on a pretended GPU again.
-    The call has only arguments from the file. So ``rebuild`` finds the device that the script asks for in
-    MAP_LOCATIONS, whose last item is that of the torch.load which runs now.
+    ``f`` is the file. torch.save writes for a pretended tensor the CPU tensor that holds its values, the number of its
+    GPU, and a call of ``tensor.rebuild``. Here torch reads the CPU tensor and calls ``rebuild``, which puts it on a
+    pretended GPU again. The call has only arguments from the file. So ``rebuild`` finds the device that the script asks
+    for in MAP_LOCATIONS, whose last item is that of the torch.load which runs now.
     """
     device = device_to_load_to(map_location)
     # torch's own ``map_location`` decides about the CPU tensors alone, which stay on the CPU in any case.
@@ -436,7 +478,8 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
         MAP_LOCATIONS.pop()
     # A tensor that was saved on the CPU needs no ``rebuild``, so it is still there. A single device is meant for all
     # tensors of the file, but a dict only says where those of one GPU go.
-    if is_gpu(device) and not isinstance(map_location, dict):
+    is_for_all_tensors = not isinstance(map_location, dict)
+    if is_gpu(device) and is_for_all_tensors:
         return tree_map_only(torch.Tensor, lambda tensor: move(tensor, device), loaded)
     return loaded
 

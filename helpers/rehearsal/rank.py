@@ -116,7 +116,7 @@ def run_as_main(script: str, is_module: bool, folder: Path) -> int:
         if is_module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
-            # As in Python, __file__ is an absolute path: workers that are not forked import the script from it.
+            # Python gives a script its absolute path as __file__, from which workers that are not forked import it.
             runpy.run_path(os.path.abspath(script), run_name="__main__")
     except SystemExit as end:
         if end.code is None:
@@ -134,39 +134,42 @@ def run_as_main(script: str, is_module: bool, folder: Path) -> int:
 
 
 def last_line(error: BaseException) -> str:
-    """What the command says last of a script that raised this, such as "train.py:12: RuntimeError: what it says".
+    """An error that the script raised, in a line such as "train.py:12: RuntimeError: what it says".
 
-    That is the innermost line outside of libraries, the error's type, and the first line of its message.
+    It has the innermost line outside of libraries, the error's type, and the first line of its message.
     """
-    place = "?"
+    file_and_line = "?"
     for frame, number in traceback.walk_tb(error.__traceback__):  # the innermost comes last
         file = frame.f_code.co_filename
         if not is_library(file):
-            place = f"{os.path.basename(file)}:{number}"
+            file_and_line = f"{os.path.basename(file)}:{number}"
     lines = str(error).strip().splitlines()
     message = ""
     if lines:
         message = f": {lines[0]}"
-    if "Original Traceback" in str(error):  # an error in a DataLoader's worker, whose own last line says what it was
+    is_of_data_worker = "Original Traceback" in str(error)
+    if is_of_data_worker:  # an error in a DataLoader's worker, whose own last line says what it was
         message = f": {lines[-1]} (in a DataLoader's worker)"
-    return f"{place}: {type(error).__name__}{message}"
+    return f"{file_and_line}: {type(error).__name__}{message}"
 
 
 def leave(
     status: int, rank: str, process: int, json: Path | None, folder: Path, observer: TrainingObserver
 ) -> NoReturn:
-    """End this process with an exit status, after it has written what the command reads of the rank.
+    """Write what the command reads of this rank, and end the process with an exit status.
 
-    That is the report, also to the file ``json``; in ``folder`` the last error that GPUs or NCCL would have raised; and
-    there too, if all went well, the notes of ``observer``, from which the silent mistakes are found.
+    Written are the report, on rank 0 and also to the file ``json``; in ``folder`` the last error that GPUs or NCCL
+    would have raised; and there too, if all went well, the notes of ``observer``, by which the command looks for silent
+    mistakes.
 
-    While the script runs, this is its os._exit, because a script may end by that. A child that the script has forked
-    calls it as well, and ends at once: only the process with the number ``process`` is the rank.
+    While the script runs, this takes the place of os._exit, by which a script may end. A process that the script has
+    forked may call it as well, and only ends: ``process`` is the number of the rank's own process.
     """
-    if os.getpid() == process:
+    is_rank_itself = os.getpid() == process
+    if is_rank_itself:
         if COUNTS.refusals:
-            last = COUNTS.refusals[-1]
-            (folder / f"refused-{rank}").write_text(f"{last.line}: {last.error}")
+            last_refusal = COUNTS.refusals[-1]
+            (folder / f"refused-{rank}").write_text(f"{last_refusal.line}: {last_refusal.error}")
         with contextlib.suppress(BrokenPipeError):  # nobody reads the output any more
             report.write(json)
             sys.stdout.flush()
@@ -183,13 +186,13 @@ def main(script: str, args: argparse.Namespace, flags: list[str], folder: Path) 
     files in ``folder``: see ``write_stacks``, ``run_as_main`` and ``leave``.
     """
     rank = os.environ["RANK"]
-    # Not a threading.Thread, because the script may count those.
+    # This is not a threading.Thread, because the script may count those.
     _thread.start_new_thread(write_stacks, (folder / f"stack{rank}", _thread.get_ident()))
     warnings.filterwarnings("ignore", message=".*wrapper subclass.*")  # torch's C++ warns of tensors such as CudaTensor
     pretend(args.gpus)
     observer = mistakes.observe()
-    end = partial(leave, rank=rank, process=os.getpid(), json=args.json, folder=folder, observer=observer)
-    os._exit = end
+    end_process = partial(leave, rank=rank, process=os.getpid(), json=args.json, folder=folder, observer=observer)
+    os._exit = end_process
 
     # The script finds the arguments and the import path that Python would have given it.
     sys.argv = [script, *flags]
@@ -199,9 +202,9 @@ def main(script: str, args: argparse.Namespace, flags: list[str], folder: Path) 
     hide_this_package(sys.path[0])
     status = run_as_main(script, args.module, folder)
     if status == 0:
-        # A rank that still waits for this one in a collective then says that this one has ended.
+        # Tell the other ranks. One that still waits for this rank in a collective can then say that it has ended.
         with contextlib.suppress(dist.DistError):  # the store is gone if the command has ended
             for group in nccl.PretendedNCCL.instances:
                 group.note_end()
     atexit._run_exitfuncs()  # what the script has registered, because os._exit does not call it
-    end(status)
+    end_process(status)

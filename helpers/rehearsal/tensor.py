@@ -165,8 +165,8 @@ class CudaTensor(Base):
         kwargs = dict(kwargs or {})
         tensors = tensors_in((*args, *kwargs.values()))
         pretended = [tensor for tensor in tensors if isinstance(tensor, CudaTensor)]
-        device = kwargs.pop("device", None)  # of the result, where an operator such as empty_like is told it
-        index = gpu_of_results(device, pretended)
+        device_of_result = kwargs.pop("device", None)  # an argument of operators such as empty_like
+        index = gpu_of_results(device_of_result, pretended)
         if index is not None:
             check_process()
             check_generator(kwargs.get("generator"))
@@ -175,17 +175,19 @@ class CudaTensor(Base):
         if func.namespace in COLLECTIVES:
             cls.check_collective(func, args)
         results = func(*unwrap(args), **unwrap(kwargs))
-        if func._schema.is_mutable:
+
+        may_change_its_arguments = func._schema.is_mutable
+        if may_change_its_arguments:
             for tensor in pretended:
                 follow_shape(tensor)
-        # In-place and out= variants return one of their arguments. The script then gets the tensor that it has given,
-        # and no new wrapper. The dict has these tensors by the ids of the CPU tensors.
-        given = {id(cpu_tensor(tensor)): tensor for tensor in tensors}
+        # In-place operators and those with out= return one of their arguments. The script then gets the tensor that it
+        # has given, and no new wrapper. These tensors are found by the ids of the CPU tensors in them.
+        given_tensors = {id(cpu_tensor(tensor)): tensor for tensor in tensors}
 
         def wrap(result: torch.Tensor) -> torch.Tensor:
             """A result of the operator, which is a CPU tensor, as the script is to get it."""
-            if id(result) in given:
-                return given[id(result)]
+            if id(result) in given_tensors:
+                return given_tensors[id(result)]
             return on_gpu_or_host(result, index)
 
         return map_tensors(results, wrap)
@@ -240,12 +242,12 @@ torch.serialization.add_safe_globals([CudaTensor, rebuild])
 def set_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """``tensor.data = values`` where one of the two is on a pretended GPU and the other is on the CPU.
 
-    Module.to moves a parameter like this, and whoever refers to the parameter, such as an optimizer, must find it
-    moved. A tensor on a pretended GPU has another class, to which ``turn_into`` changes it. That fails while torch's
-    C++ refers to the tensor, as DDP's does. Then a pretended tensor stays one, without a GPU.
+    Module.to moves a parameter like this. Whoever refers to the parameter, such as an optimizer, has to find it moved,
+    so the tensor stays the same object. But a tensor on a pretended GPU has another class. ``turn_into`` changes the
+    class, unless torch's C++ refers to the tensor, as DDP's does. Then a pretended tensor stays one, without a GPU.
     """
     grad = tensor.grad
-    tensor.grad = None  # a gradient must be where its tensor is, so it comes back below, on the new device
+    tensor.grad = None  # A gradient must be where its tensor is, so it comes back below, on the new device.
     if isinstance(tensor, CudaTensor) and has_references_in_cpp(tensor):
         set_inner(tensor, values)
     else:
@@ -268,15 +270,16 @@ def turn_into(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def has_references_in_cpp(tensor: torch.Tensor) -> bool:
-    """Whether torch's C++ refers to a tensor, so that swap_tensors would refuse it.
+    """Whether torch's C++ refers to a tensor, so that torch.utils.swap_tensors would refuse it.
 
-    Python's own reference is one. The node of autograd's graph that takes the tensor's gradient, of which swap_tensors
-    knows, does not count either.
+    torch counts the references. Python's own is one. One from autograd's graph, by the node that takes the tensor's
+    gradient, does not matter, because swap_tensors knows of it.
     """
     references = tensor._use_count()  # type: ignore[attr-defined, unused-ignore]
-    if references == 2 and tensor.is_leaf and tensor.requires_grad:
-        # get_gradient_edge returns that node. If it was one of the two references, there are two still. If not, it was
-        # made just now, and there are three. Without it there remain one or two.
+    may_be_of_autograd = tensor.is_leaf and tensor.requires_grad
+    if references == 2 and may_be_of_autograd:
+        # get_gradient_edge returns the node, and makes it if there is none. If the node was the second reference, there
+        # are still two. If not, it is a third one now. Without it there remain one or two.
         edge = torch.autograd.graph.get_gradient_edge(tensor)
         references = tensor._use_count() - 1  # type: ignore[attr-defined, unused-ignore]
         del edge
@@ -344,11 +347,11 @@ def on_host(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def called_by_torch_itself() -> bool:
-    """Whether torch's C++ calls the running operator, not a line of the script: autograd's engine or DDP's reducer.
+    """Whether torch's C++ calls the running operator, and not a line of the script: autograd's engine or DDP's reducer.
 
-    They make tensors on the CPU for pretended ones, which no GPU would see, so nothing is checked or counted there.
-    C++ has no frames in Python. So it is the caller if the innermost Python function, apart from this file's, is the
-    one that starts the engine or one of DDP. An operator in a hook has the hook's function.
+    They make tensors on the CPU for pretended ones, where a GPU would have them on the GPU, so nothing is checked or
+    counted there. C++ has no frames in Python. So it is the caller if the innermost Python function outside of this
+    file is the one that starts the engine, or one of DDP. An operator in a hook has the hook's function.
     """
     caller = frame_outside(__file__)
     if caller is None:
@@ -374,47 +377,60 @@ def check_generator(generator: Any) -> None:
 
 
 def check_devices(func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
-    """Raise torch's RuntimeError where an operator gets ``tensors`` that are on different devices.
+    """Raise torch's RuntimeError if an operator gets ``tensors`` that are on different devices.
 
-    ``tensors`` are all tensors among the arguments of the operator ``func``, ``args`` its arguments without keywords.
-    Indices on the CPU are allowed, as in x[rows]. torch uploads them, and the upload is counted.
+    ``tensors`` are all tensors among the arguments of the operator ``func``; ``args`` are its arguments without
+    keywords. Indices on the CPU are allowed, as in x[rows]. torch uploads them, and the upload is counted.
     """
-    if func in COPIES or func.namespace in COLLECTIVES:
-        return  # a copy may go from one device to another, and ``nccl`` checks the tensors of collectives
-    if func in INDEXING and index_of(args[0]) is not None:
-        _, indices, *other_args = args  # x[indices], or x[indices] = values
+    if func in COPIES:
+        return  # A copy may go from one device to another.
+    if func.namespace in COLLECTIVES:
+        return  # ``nccl`` checks the tensors of collectives.
+    devices_of_pretended = {str(tensor.device) for tensor in tensors if index_of(tensor) is not None}
+    devices = devices_of_pretended | devices_on_host(func, args, tensors)
+    if len(devices) > 1 and not called_by_torch_itself():
+        message = "Expected all tensors to be on the same device, but found at least two devices"
+        raise gpu_error(f"{message}, {' and '.join(sorted(devices))}! (when checking arguments of {func})")
+
+
+def devices_on_host(func: Any, args: Any, tensors: list[torch.Tensor]) -> set[str]:
+    """{"cpu"} if an operator gets a CPU tensor that must not be beside tensors on a GPU, or else the empty set.
+
+    The arguments are those of ``check_devices``. The indices of x[indices] may be on the CPU: their upload is counted.
+    """
+    cpu_tensors = on_host(tensors)
+    indexes_gpu_tensor = func in INDEXING and index_of(args[0]) is not None  # args[0] is x
+    if indexes_gpu_tensor:
+        _, indices, *values = args  # x[indices], or x[indices] = values
         if on_host([indices]):
             COUNTS.count(UPLOAD, "index")
-        cpu_tensors = on_host(other_args)
-    else:
-        cpu_tensors = on_host(tensors)
-    devices = {str(tensor.device) for tensor in tensors if index_of(tensor) is not None}
+        cpu_tensors = on_host(values)
+
+    devices = set()
     for tensor in cpu_tensors:
         # torch takes a tensor without dimensions for a number, which is allowed beside tensors of any device. An empty
         # one has no values that would have to be read.
         is_number_or_empty = tensor.dim() == 0 or tensor.numel() == 0
         if not is_number_or_empty:
             devices.add(str(tensor.device))
-    if len(devices) > 1 and not called_by_torch_itself():
-        message = "Expected all tensors to be on the same device, but found at least two devices"
-        raise gpu_error(f"{message}, {' and '.join(sorted(devices))}! (when checking arguments of {func})")
+    return devices
 
 
 def count_waits(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Count an operator at which the host waits for the GPU, or which copies between the two.
 
-    ``func`` is the operator, ``args`` and ``kwargs`` are its arguments.
+    ``func`` is the operator, such as aten.nonzero.default; ``args`` and ``kwargs`` are its arguments.
     """
     if func is aten.copy_.default:  # target.copy_(source, non_blocking)
         target, source, *flags = args
-        to_gpu = index_of(target) is not None
-        from_gpu = index_of(source) is not None
-        between_host_and_gpu = to_gpu != from_gpu
-        if between_host_and_gpu and not called_by_torch_itself():
+        target_is_on_gpu = index_of(target) is not None
+        source_is_on_gpu = index_of(source) is not None
+        is_between_host_and_gpu = target_is_on_gpu != source_is_on_gpu
+        if is_between_host_and_gpu and not called_by_torch_itself():
             non_blocking = kwargs.get("non_blocking", False)
             if flags:
                 non_blocking = flags[0]
-            count_copy(source, upload=to_gpu, non_blocking=non_blocking)
+            count_copy(source, upload=target_is_on_gpu, non_blocking=non_blocking)
     elif needs_values(func, args, kwargs):
         name = func.__name__.partition(".")[0]  # "nonzero" for nonzero.default
         COUNTS.count(WAIT, REPORTED_NAMES.get(name, name))

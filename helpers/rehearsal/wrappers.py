@@ -113,7 +113,11 @@ def explained(groups: list[Any]) -> Iterator[None]:
 
 
 def patch_dtensor() -> None:
-    """Make a DTensor a CPU tensor for torch's C++, as its local part is, while Python sees the local part's device."""
+    """Let DTensors work whose local parts are pretended tensors, that is, CPU tensors which say they are on a GPU.
+
+    torch's C++ has to take such a DTensor for a CPU tensor, while the script sees the device of its local part.
+    """
+    # For C++: a DTensor is made as a CPU tensor.
     original_make_wrapper: Any = torch.Tensor._make_wrapper_subclass  # with this function torch makes a DTensor
 
     def make_wrapper_on_cpu(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
@@ -122,11 +126,15 @@ def patch_dtensor() -> None:
         return original_make_wrapper(*args, device=device, **kwargs)
 
     replace(torch.Tensor, _make_wrapper_subclass=staticmethod(make_wrapper_on_cpu))
+    # For the script: its device is that of its local part.
     replace(DTensor, device=property(lambda self: self._local_tensor.device))
     replace(DTensor, is_cuda=property(lambda self: self._local_tensor.is_cuda))
+    # Random numbers: torch would read and set the state of the GPU's generator, which is the CPU's here.
     replace(OffsetBasedRNGTracker, _distribute_region=own_random_numbers)
+    # The shape of a result: torch would find it by running the operator on the mesh's device.
     replace(sys.modules["torch.distributed.tensor._op_schema"], _rebuild_tensor_from_dtensor_meta=fake_tensor)
-    # The operators that run on the CPU where a GPU would run its own fused attention, forward and backward.
+    # Attention: the CPU has fused operators of its own. The forward returns 2 tensors and takes 3 (query, key, value),
+    # the backward returns their 3 gradients and takes 6.
     attention = "_scaled_dot_product_flash_attention_for_cpu"
     allow_sharding(getattr(torch.ops.aten, attention), results=2, tensors=3)
     allow_sharding(getattr(torch.ops.aten, f"{attention}_backward"), results=3, tensors=6)
@@ -176,12 +184,16 @@ def count_reduction(model: Any, group: Any, output: Any) -> None:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     events.collective("allreduce by DDP, in backward", parameters)
     note_buckets(model)
-    outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+    outputs_with_graph = []
+    for leaf in tree_leaves(output):  # the tensors and other values in the output, which may be a list or a dict
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+            outputs_with_graph.append(leaf)
     # In DDP's join a rank without inputs takes part as well, in C++, where it cannot announce its call.
-    if outputs and not model._join_config.enable:
+    is_in_join = model._join_config.enable
+    if outputs_with_graph and not is_in_join:
         gradients = sum(parameter.numel() for parameter in parameters)
         # One output is enough to notice that backward has come to the model. Autograd comes to the newest one first.
-        newest_output = outputs[-1]
+        newest_output = outputs_with_graph[-1]
         newest_output.register_hook(lambda grad: group.announce(f"DDP's all_reduce of {gradients} gradients"))
 
 
@@ -192,14 +204,15 @@ def note_buckets(model: Any) -> None:
     buckets anew after the first backward pass.
     """
     data = model._get_ddp_logging_data()
-    # Both are text such as "1024, 2048", in bytes. It is empty, or not there, where DDP has no such buckets.
-    sizes = data.get("rebuilt_bucket_sizes")
-    if not sizes:
-        sizes = data.get("bucket_sizes", "")
+    # Text such as "1024, 2048", in bytes. It is empty, or not there, if DDP has no such buckets.
+    sizes_as_text = data.get("rebuilt_bucket_sizes")
+    if not sizes_as_text:
+        sizes_as_text = data.get("bucket_sizes", "")
+    sizes = [int(size) for size in str(sizes_as_text).split(",") if size.strip()]
     line = script_line()
     if model in BUCKETS:
         line = BUCKETS[model].line
-    BUCKETS[model] = Buckets(line, [int(size) for size in str(sizes).split(",") if size.strip()])
+    BUCKETS[model] = Buckets(line, sizes)
 
 
 def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -219,39 +232,41 @@ def group_tensors(tensors: Any, with_indices: bool) -> dict[Any, Any]:
     """Group tensors by device and dtype, as gradient clipping and optimizers ask torch's C++ for it.
 
     ``tensors`` are lists of the same length: parameters, their gradients and so on. The result is {(device, dtype):
-    (the part of each list that is there, the places of the part's items in the whole lists)}. C++ takes every pretended
-    tensor for one on the CPU, so the device in the key is replaced by the tensors' own.
+    (for each list the tensors of the group, the places of these in the list)}. C++ takes every pretended tensor for one
+    on the CPU, so the device in the key is replaced by the tensors' own.
     """
     groups = {}
     for (device_in_cpp, dtype), (lists, indices) in ORIGINAL_GROUPING(tensors, with_indices).items():
-        first_list = lists[0]  # torch groups by the tensors of the first list. A gradient there may be None.
-        present = [tensor for tensor in first_list if tensor is not None]
         device = device_in_cpp
-        if present:
-            device = present[0].device
+        # torch groups by the tensors of the first list, in which a gradient may be None.
+        first_list = lists[0]
+        present_tensors = [tensor for tensor in first_list if tensor is not None]
+        if present_tensors:
+            device = present_tensors[0].device
         groups[device, dtype] = (lists, indices)
     return groups
 
 
 @contextlib.contextmanager
 def own_random_numbers(self: Any, spec: Any, generator: torch.Generator | None = None) -> Iterator[None]:
-    """Give the CPU's generator a seed for this rank's part of a DTensor, while the block draws random numbers for it.
+    """In the place of a context of torch, in which random numbers for this rank's part of a DTensor are drawn.
 
     Different shards get different numbers, and replicas of a shard equal ones, as on GPUs. There the generator can
-    begin at any offset of its sequence, and torch computes the offset of each shard. The CPU's generator cannot, so the
-    seed is made of that offset. ``self`` is torch's tracker of offsets, ``spec`` says how the DTensor is divided.
+    begin at any offset of its sequence, and torch computes the offset of each shard. The CPU's generator cannot, so it
+    gets a seed that is made of that offset. ``self`` is torch's tracker of offsets, ``spec`` says how the DTensor is
+    divided.
     """
     if generator is not None or not self.distribute_region_enabled:
         yield
         return
-    # torch 2.11 has no functions that return these offsets, only methods that add them to a state.
+    # torch 2.11 has no functions that return these offsets, only methods that add them to a generator's state.
     state = SimpleNamespace(offset=0)
     self._set_pre_op_offset(state, spec)
     offset_of_shard = state.offset  # where this rank's numbers begin
     self._set_post_op_offset(state, spec, 0)
     numbers_drawn = state.offset  # how many the ranks draw together
     seed_of_shard = hash((Node.random_seed, Node.random_offset + offset_of_shard)) % 2**63
-    with torch.random.fork_rng(devices=[]):  # afterwards the CPU's generator is as before
+    with torch.random.fork_rng(devices=[]):  # Afterwards the CPU's generator is as before.
         torch.default_generator.manual_seed(seed_of_shard)
         yield
     Node.random_offset += numbers_drawn

@@ -110,11 +110,11 @@ def load_file(path: str | Path) -> Any:
     except Exception as error:  # damaged bytes can raise anything
         problem = "is damaged"
         # torch names the function that a pickled file wants to have called.
-        code = re.search(r"GLOBAL (\S+)", str(error))
-        if code is not None:
-            problem = f"asks for {code[1]}, which was not executed"
-    name = "/".join(Path(path).parts[-2:])
-    raise CheckpointError(f"{name} {problem}.\nUse an older checkpoint.")
+        function = re.search(r"GLOBAL (\S+)", str(error))
+        if function is not None:
+            problem = f"asks for {function[1]}, which was not executed"
+    folder_and_name = "/".join(Path(path).parts[-2:])
+    raise CheckpointError(f"{folder_and_name} {problem}.\nUse an older checkpoint.")
 
 
 # --- Writing a checkpoint
@@ -141,7 +141,7 @@ def new_checkpoint(
             # It is not raised yet: the other ranks wait for this one in gathered().
             failure = f"{type(error).__name__}: {error}".splitlines()[0]
         failures = gathered(failure, group)  # of each rank, None where all went well
-        written = gathered(UNFINISHED[path], group)
+        written = gathered(UNFINISHED[path], group)  # the files of each rank
         on_rank0(put_in_place, path, failures, written, keep, group=group)
     finally:
         del UNFINISHED[path]
@@ -169,9 +169,9 @@ def on_rank0(function: Callable, *args: Any, group: ProcessGroup | None = None) 
             error = raised
     if dist.is_initialized():
         # The error is sent too. Otherwise the other ranks would wait for a result.
-        outcome = [result, error]
-        dist.broadcast_object_list(outcome, src=0, group=group)
-        result, error = outcome
+        result_and_error = [result, error]
+        dist.broadcast_object_list(result_and_error, src=0, group=group)
+        result, error = result_and_error
     if error is not None:
         raise error
     return result
@@ -180,15 +180,28 @@ def on_rank0(function: Callable, *args: Any, group: ProcessGroup | None = None) 
 def make_temporary(path: Path, step: int) -> None:
     """Make the temporary folder of a new checkpoint, and remove what killed runs left.
 
-    A damaged checkpoint of this step or a later one is removed, because the run has
-    gone back behind it. One that is good raises CheckpointError.
+    Raises CheckpointError if there is a good checkpoint of this step or a later one.
     """
+    remove_leftovers(path)
+    remove_damaged_from(step, path.parent)
+    path.mkdir(parents=True)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove the temporary folders that killed runs left beside ``path``, and there."""
     for leftover in path.parent.glob(".step_*"):
         # Into another unfinished folder a save in the background is still writing.
         is_in_use = leftover in UNFINISHED and leftover != path
         if not is_in_use:
             shutil.rmtree(leftover)
-    for existing in finished(path.parent):
+
+
+def remove_damaged_from(step: int, folder: Path) -> None:
+    """Remove damaged checkpoints from ``step`` on: the run has gone back behind them.
+
+    Raises CheckpointError if one of these checkpoints is good.
+    """
+    for existing in finished(folder):
         if step_of(existing) < step:
             continue
         if damage(existing) is None:
@@ -197,7 +210,6 @@ def make_temporary(path: Path, step: int) -> None:
                 "Go on from it, or save elsewhere."
             )
         remove(existing)
-    path.mkdir(parents=True)
 
 
 def final_path(path: Path) -> Path:
@@ -219,15 +231,9 @@ def put_in_place(
         for rank, failure in enumerate(failures):
             if failure is not None:
                 raise CheckpointError(f"rank {rank}: {failure}")
-        manifest = {}
-        for files in written:
-            manifest.update(files)
-        unknown = set(os.listdir(path)) - set(manifest)
-        if unknown:
-            raise CheckpointError(f"{min(unknown)} was not written with save_file")
         # All files are on the disk by now, so a folder with a manifest is complete.
-        data = json.dumps(manifest, indent=1).encode()
-        replace_file(path / MANIFEST, lambda file: file.write(data))
+        manifest = json.dumps(complete_manifest(path, written), indent=1).encode()
+        replace_file(path / MANIFEST, lambda file: file.write(manifest))
         rename(path, final)
     except (CheckpointError, OSError) as error:
         shutil.rmtree(path, ignore_errors=True)
@@ -236,6 +242,21 @@ def put_in_place(
         ) from None
     for old in finished(path.parent)[:-keep]:
         remove(old)
+
+
+def complete_manifest(path: Path, written: list[dict]) -> dict[str, tuple[int, str]]:
+    """{file: (bytes, sha256)} of all files in a new checkpoint's folder ``path``.
+
+    ``written`` has such a dictionary from each rank, of the files that it wrote. Raises
+    CheckpointError for a file in the folder that is in none of them.
+    """
+    manifest = {}
+    for files_of_rank in written:
+        manifest.update(files_of_rank)
+    unknown = set(os.listdir(path)) - set(manifest)
+    if unknown:
+        raise CheckpointError(f"{min(unknown)} was not written with save_file")
+    return manifest
 
 
 def remove(path: Path) -> None:
@@ -268,7 +289,7 @@ def damage(path: Path) -> str | None:
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
         for name, entry in manifest.items():
-            saved_size, _ = entry
+            saved_size, _ = entry  # the other is the hash
             size = (path / name).stat().st_size
             if size != saved_size:
                 return (
@@ -408,7 +429,7 @@ class BackgroundSaves:
         """
         if self.saving is None:
             return None
-        if self.reduction is not None:
+        if self.reduction is not None:  # the call before has started it
             reduction = self.reduction
             self.reduction = None
             reduction.wait()
@@ -416,10 +437,11 @@ class BackgroundSaves:
                 saving = self.saving
                 self.saving = None
                 return saving.result()  # the folder, or it raises the save's error
-        self.all_have_written = torch.tensor(int(self.saving.done()))
+        has_written = self.saving.done()
+        self.all_have_written = torch.tensor(int(has_written))
         self.reduction = dist.all_reduce(
             self.all_have_written,
-            dist.ReduceOp.MIN,
+            dist.ReduceOp.MIN,  # 1 only if it is 1 on every rank
             group=self.training_group,
             async_op=True,
         )

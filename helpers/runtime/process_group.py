@@ -14,17 +14,24 @@ def start_process_group(
     """Start the default process group, and return this rank's GPU, or the CPU.
 
     torchrun tells each rank its number and where the others are. Without torchrun
-    this process is a group of one. A group that runs already is kept.
-    ``backend`` is NCCL if there is a GPU, otherwise gloo, unless it is given. Raises
-    RuntimeError if NCCL is asked for, and there is no GPU for this rank.
+    this process is a group of one. A group that is already running is kept.
+    ``backend`` defaults to NCCL if there is a GPU, and to gloo otherwise. Raises
+    RuntimeError if NCCL is asked for and there is no GPU for this rank, and if srun
+    has started several processes that do not know of each other.
     """
     if dist.is_initialized():
-        # A group of gloo is bound to no device.
-        return dist.group.WORLD.bound_device_id or torch.device("cpu")
+        if "nccl" in dist.get_backend_config():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
     gpus = torch.cuda.device_count()
     if not backend:  # None, or the empty default of a flag
         backend = "nccl" if gpus > 0 else "gloo"
     launched = "RANK" in os.environ  # by torchrun
+    if not launched and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        raise RuntimeError(
+            "srun has started several tasks without torchrun: each would train alone.\n"
+            "Let srun start one torchrun on each node."
+        )
     device = None  # stays None on CPUs
     if "nccl" in backend:  # "cpu:gloo,cuda:nccl" too
         local_rank = int(os.environ["LOCAL_RANK"]) if launched else 0
@@ -48,11 +55,13 @@ def start_process_group(
 
 
 def stop_process_group() -> None:
-    """End the default group, if one runs."""
+    """End the default group, if one is running."""
     if not dist.is_initialized():
         return
     if dist.get_backend() == "gloo":
-        time.sleep(0.1)  # else it can hang after DDP's last work (pytorch#190489)
+        # Without this pause, the next line can hang after DDP's last collective
+        # (pytorch#190489).
+        time.sleep(0.1)
     dist.destroy_process_group()
 
 

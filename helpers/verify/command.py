@@ -79,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def verify(args: argparse.Namespace, folder: Path, end: float) -> int:
-    """Verify until the moment ``end`` (of time.monotonic()), and return the exit status.
+    """Run the steps of a verification until the moment ``end`` (of time.monotonic()), and return the exit status.
 
     ``folder`` is a temporary one for scripts and logs. Raises ValueError with two lines where it cannot begin.
     """
@@ -112,13 +112,13 @@ def verify(args: argparse.Namespace, folder: Path, end: float) -> int:
     planned_steps = steps_to_take(args, launcher, gpus, scripts)
     record = Record(facts_of(machine, launcher), predictions_for(machine.gpus[0], gpus))
     say("machine", f"{machine}; scripts on {launcher.ranks}")
-    missing = take_all(planned_steps, record, launcher, args.out)
-    if missing:
-        say("left", f"{len(missing)} steps after {args.minutes:g} minutes: {' '.join(missing)}")
+    steps_left = take_all(planned_steps, record, launcher, args.out)
+    if steps_left:
+        say("left", f"{len(steps_left)} steps after {args.minutes:g} minutes: {' '.join(steps_left)}")
     say("page", str(args.out / "page.md"))
-    differs = any(step.differences for step in record.steps.values())
-    has_trouble = any(probe.trouble for probe in record.probes.values())
-    if missing or differs or has_trouble:
+    something_differs = any(step.differences for step in record.steps.values())
+    a_probe_failed = any(probe.trouble for probe in record.probes.values())
+    if steps_left or something_differs or a_probe_failed:
         return 1
     return 0
 
@@ -153,11 +153,12 @@ def steps_to_take(args: argparse.Namespace, launcher: Launcher, gpus: int, scrip
 def take_all(planned_steps: Mapping[str, TakeStep], record: Record, launcher: Launcher, out: Path) -> list[str]:
     """Take the steps one after the other until the time is over. Returns the names of those that are left.
 
-    Each step's outcome goes into the record, and the record's files and page are written anew after each step, so that
-    whoever stops the command has what was measured until then.
+    planned_steps: {a step's name: the function that takes it}. What each step came to is put into the record, and the
+    record's files in ``out`` are written anew after each step, so that whoever stops the command has what was measured
+    until then.
     """
-    missing = list(planned_steps)
-    write_files(record, missing, out)
+    steps_left = list(planned_steps)
+    write_files(record, steps_left, out)
     for name, take_step in planned_steps.items():
         start = time.monotonic()
         if launcher.end - start < SHORTEST_STEP:
@@ -174,10 +175,10 @@ def take_all(planned_steps: Mapping[str, TakeStep], record: Record, launcher: La
         else:
             record.steps[name] = outcome
             line = line_of_step(outcome)
-        missing.remove(name)
-        write_files(record, missing, out)
+        steps_left.remove(name)
+        write_files(record, steps_left, out)
         say(name, line, seconds=time.monotonic() - start)
-    return missing
+    return steps_left
 
 
 def keep_earlier(out: Path) -> None:

@@ -24,10 +24,10 @@ class Count:
 
 
 def differences(on_gpus: Run, on_gloo: Run, rehearsed: Run, tolerance: float) -> list[str]:
-    """A line for each difference between the runs of a chapter's script. Each run may have ended in trouble.
+    """Say in a line each how three runs of a chapter's script differ: on GPUs, on gloo, and on pretended GPUs.
 
-    The run on GPUs is compared with the rehearsal in its trouble and its counts of events, and with the run on gloo in
-    the numbers of its result, of which ``tolerance`` is how much they may differ.
+    The run on GPUs is compared with the rehearsal by whether it failed and by its counts of events, and with the run on
+    gloo by the numbers of its result, which may differ by ``tolerance``. Any of the runs may have failed or hung.
     """
     lines = []
     if on_gpus.trouble:
@@ -72,9 +72,10 @@ def event_counts(rows: Iterable[dict[str, Any]]) -> dict[str, Count]:
 
 
 def event_of(row: dict[str, Any]) -> str:
-    """What a row counts, with its line: ``x.py:7 waits``, ``x.py:9 allreduce (NCCL)``; "" if it is not compared.
+    """The name of the event that a row counts, with the script's line: "x.py:7 waits" or "x.py:9 allreduce (NCCL)".
 
-    UNCOMPARED says what is not, and why.
+    It is "" for an event that is not compared; UNCOMPARED says which these are, and why. ``row`` is a row of
+    ``helpers.counts`` as JSON has it.
     """
     kind = row["kind"]
     what = row["what"]

@@ -10,16 +10,17 @@ PROGRAM = "helpers.verify.probes.process"
 
 
 def measure(launcher: Launcher, task: Task, gpus: int) -> Probe:
-    """Run a probe, and return what it measured and what became of it.
+    """Run a probe in a process of its own, and return what it measured and what became of it.
 
     It runs on every GPU if it needs several, otherwise on the first, and in a rehearsal of the verification on the CPU.
-    What it yielded before it failed or hung is kept. Raises OutOfTime where the end of all steps came first.
+    What it measured before it failed or hung is kept. Raises OutOfTime where the end of all steps came first.
     """
-    results = launcher.folder / f"{task.name}.jsonl"
+    file_of_results = launcher.folder / f"{task.name}.jsonl"
     device = "cpu" if launcher.rehearsal else "cuda"
-    ranks = gpus if task.several_gpus else 1
-    words = ["-m", PROGRAM, task.module, task.name, device, str(results)]
+    words = ["-m", PROGRAM, task.module, task.name, device, str(file_of_results)]
+    ranks = 1
     if task.several_gpus:
+        ranks = gpus
         words = ["-m", *TORCHRUN, f"--nproc-per-node={ranks}", *words]
     variables = {"OMP_NUM_THREADS": launcher.threads or str(threads_of_a_rank(ranks, at_once=1))}
     if launcher.rehearsal:
@@ -32,8 +33,8 @@ def measure(launcher: Launcher, task: Task, gpus: int) -> Probe:
     elif finished.status != 0:
         trouble = f"failed: {cause(finished.errors)}"
     probe = Probe(title=task.title, trouble=trouble)
-    if results.exists():
-        add_results(probe, results.read_text("utf-8"))
+    if file_of_results.exists():
+        add_results(probe, file_of_results.read_text("utf-8"))
     return probe
 
 

@@ -81,9 +81,9 @@ def rounded(number: float) -> str:
 
 
 def figures_table(figures: Sequence[Figure], predictions: Sequence[Prediction]) -> str:
-    """A table of the predictions, each beside what was measured, and then of the figures that nobody has predicted.
+    """A table in Markdown of measured figures: first those that were predicted, each beside its prediction.
 
-    Without predictions it has fewer columns.
+    Predictions that nothing was measured for have a row, too. If there are no predictions, their columns are left out.
     """
     measured = {figure.name: figure.value for figure in figures}
     rows = []
@@ -97,14 +97,14 @@ def figures_table(figures: Sequence[Figure], predictions: Sequence[Prediction]) 
         if prediction.version:
             what = f"{prediction.name}, {prediction.version}"
         rows.append([what, value, prediction.unit, interval_of(prediction), ratio])
-    predicted = {prediction.name for prediction in predictions}
+    predicted_names = {prediction.name for prediction in predictions}
     for figure in figures:
-        if figure.name not in predicted:
+        if figure.name not in predicted_names:
             rows.append([figure.name, rounded(figure.value), figure.unit, "", ""])
-    number_of_columns = len(COLUMNS)
-    if not predictions:
-        number_of_columns = COLUMNS_WITHOUT_PREDICTIONS
-    return table(COLUMNS[:number_of_columns], [row[:number_of_columns] for row in rows])
+    if predictions:
+        return table(COLUMNS, rows)
+    without_predictions = slice(COLUMNS_WITHOUT_PREDICTIONS)
+    return table(COLUMNS[without_predictions], [row[without_predictions] for row in rows])
 
 
 def interval_of(prediction: Prediction) -> str:

@@ -74,10 +74,11 @@ class Launcher:
         return shlex.join(["torchrun", f"--nproc-per-node={self.ranks}", script.name, *flags])
 
     def python(self, words: list[str], name: str, timeout: float, **variables: str) -> Finished:
-        """Run ``python words`` for at most so many seconds, with these environment variables added.
+        """Run ``python`` with these words behind it, such as ["-m", "helpers", "doctor"], until it ends or is killed.
 
-        Its output goes to logs of this name. It is killed at the timeout. Raises OutOfTime if it is killed earlier,
-        because the time of all steps is over, or if it is over already.
+        It is killed after ``timeout`` seconds. Raises OutOfTime if it had to be killed earlier, because the time of all
+        steps was over, or if that time is over already. ``variables`` are added to its environment. Its output goes to
+        the logs ``name.out`` and ``name.err``.
         """
         seconds_left = self.end - ENDING - time.monotonic()
         if seconds_left <= 0:
@@ -102,7 +103,7 @@ class Launcher:
                 stderr=errors_file,
                 stdin=subprocess.DEVNULL,
             )
-            statuses = processes.wait([program], min(timeout, seconds_left))
+            statuses = processes.wait([program], min(timeout, seconds_left))  # {0: status}, or {} if it still runs
             still_runs = not statuses
             if still_runs:
                 write_stacks(program)
@@ -110,7 +111,7 @@ class Launcher:
         if still_runs and seconds_left < timeout:
             raise OutOfTime
         return Finished(
-            status=statuses.get(0),  # of the only program
+            status=statuses.get(0),
             out=out.read_text("utf-8", "replace"),
             errors=errors.read_text("utf-8", "replace"),
         )
@@ -119,55 +120,58 @@ class Launcher:
         """Run a script in one of three ways, and return what became of it, however it ended.
 
         ``kind`` is "GPUs" or "gloo", under torchrun with the observer that counts what the script does, or "rehearsed",
-        in a rehearsal, which counts it itself. ``at_once`` says how many such runs share the cores.
+        on pretended GPUs, where the rehearsal counts. ``timeout`` is in seconds. ``at_once`` says how many such runs
+        share the cores.
         """
         name = f"{script.stem}-{kind}"
         folder = self.folder / name
         folder.mkdir()
-        # If the whole verification is only rehearsed, its GPUs are pretended ones, too.
+        # If the whole verification is only rehearsed, the run on "GPUs" gets pretended ones, too.
         on_pretended_gpus = kind == "rehearsed" or (self.rehearsal and kind != "gloo")
 
-        program = str(script)
-        arguments = flags
-        if kind != "rehearsed":
+        if kind == "rehearsed":
+            program = str(script)
+            arguments = flags
+        else:
             program = str(OBSERVER)
             arguments = [str(folder), str(script), *flags]
         if on_pretended_gpus:
             options = [f"--gpus={self.ranks}", f"--timeout={timeout:g}", f"--json={folder / COUNTS_OF_REHEARSAL}"]
             words = ["-m", "helpers", "rehearse", program, *options, "--", *arguments]
-            limit = timeout + GRACE
+            seconds_until_kill = timeout + GRACE
         else:
             words = ["-m", *TORCHRUN, f"--nproc-per-node={self.ranks}", program, *arguments]
-            limit = timeout
+            seconds_until_kill = timeout
         variables = {"OMP_NUM_THREADS": self.threads or str(threads_of_a_rank(self.ranks, at_once))}
         if on_pretended_gpus or kind == "gloo":
             variables["CUDA_VISIBLE_DEVICES"] = ""
-        finished = self.python(words, name, limit, **variables)
+        finished = self.python(words, name, seconds_until_kill, **variables)
         return run_from_files(folder, finished, is_rehearsed=kind == "rehearsed")
 
 
 def run_from_files(folder: Path, finished: Finished, is_rehearsed: bool) -> Run:
-    """What became of a run, from what the program printed and from the files that it has left in a folder.
+    """Make the record of a run, from how its program ended and from the files that it has left in a folder.
 
-    The observer writes a file for each rank, and a rehearsal one with the counts of rank 0. A run that was killed may
-    have left none of them.
+    Under torchrun each rank has written ``rank<N>.json``: its seconds, its peak of memory in bytes, and its counts. A
+    rehearsal has written one file, with the counts of rank 0. A run that was killed may have left no file; then it has
+    no counts, and 0 seconds.
     """
-    of_ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
+    reports = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]  # one for each rank
     seconds = 0.0
-    lines: list[dict[str, Any]] = []
-    if of_ranks:
-        of_rank_0 = of_ranks[0]
-        seconds = of_rank_0["seconds"]
-        lines = of_rank_0["lines"]
-    counts = folder / COUNTS_OF_REHEARSAL
-    if is_rehearsed and counts.exists():
-        lines = json.loads(counts.read_text())["lines"]
+    counts: list[dict[str, Any]] = []  # what rank 0 did at each line of the script
+    if reports:
+        report_of_rank_0 = reports[0]
+        seconds = report_of_rank_0["seconds"]
+        counts = report_of_rank_0["lines"]
+    file_of_rehearsal = folder / COUNTS_OF_REHEARSAL
+    if is_rehearsed and file_of_rehearsal.exists():
+        counts = json.loads(file_of_rehearsal.read_text())["lines"]
     return Run(
         trouble=trouble_of(finished, folder),
         result=result_in(finished.out),
         seconds=seconds,
-        memory=[of_rank["memory"] for of_rank in of_ranks],
-        lines=lines,
+        memory=[report["memory"] for report in reports],
+        lines=counts,
     )
 
 
@@ -194,13 +198,16 @@ def write_stacks(program: psutil.Process) -> None:
 
 
 def trouble_of(finished: Finished, folder: Path) -> str:
-    """``failed: …`` or ``hung: …``, or "" where a script ended well. The folder has the stacks of its ranks."""
+    """Why a script did not end well: "failed: ValueError: …" or "hung: rank 0: at train.py:12"; "" if it did.
+
+    ``folder`` has the stacks that its ranks wrote when they hung.
+    """
     # A rehearsal ends a hang itself, and says in the next line where the ranks were.
     hang_in_rehearsal = re.search(r"still ran after timeout.*\n *(.*)", finished.errors)
     if hang_in_rehearsal is not None:
         return f"hung: {hang_in_rehearsal[1]}"
     if finished.status is None:
-        line_of_rank = where(folder, ranks=[0])
+        line_of_rank = where(folder, ranks=[0])  # {rank: the script's line at which it is}
         return f"hung: rank 0: at {line_of_rank[0]}"
     if finished.status != 0:
         return f"failed: {cause(finished.errors)}"
@@ -208,21 +215,23 @@ def trouble_of(finished: Finished, folder: Path) -> str:
 
 
 def cause(errors: str) -> str:
-    """The line that says why a program failed, among all that it wrote to its standard error.
+    """The line that says best why a program failed, among all that it wrote to its standard error.
 
     It is the last one that names an exception; without any, the last one that names a signal, or else the last line.
     """
-    lines = [re.sub(r"^\[rank\d+\]:\s*", "", line).strip() for line in errors.splitlines()]
-    exceptions = []
-    signals = []
-    for line in lines:
+    lines_that_name_exception = []
+    lines_that_name_signal = []
+    lines = []
+    for line in errors.splitlines():
+        line = re.sub(r"^\[rank\d+\]:\s*", "", line).strip()
+        lines.append(line)
         names_exception = re.match(r"(\S+:\d+: )?[\w.]*(Error|Exception)\b", line) is not None
         # ChildFailedError is torchrun's own, which only says that a rank failed.
         if names_exception and "ChildFailedError" not in line:
-            exceptions.append(line)
+            lines_that_name_exception.append(line)
         if re.search(r"Signal \d+", line) is not None:
-            signals.append(line)
-    for candidates in (exceptions, signals, lines):
+            lines_that_name_signal.append(line)
+    for candidates in (lines_that_name_exception, lines_that_name_signal, lines):
         if candidates:
             return shortened(candidates[-1])
     return "no message"

@@ -17,7 +17,7 @@ LAUNCH_SECONDS = 180  # The checks take about a minute.
 
 
 def chapter(launcher: Launcher, script: Path, facts: ScriptFacts, timeout: float) -> Step:
-    """Run a chapter's script on GPUs, on gloo and rehearsed, and compare the three runs.
+    """Run a chapter's script on GPUs, on gloo and on pretended GPUs, and compare the three runs.
 
     They run at once if there are cores for it. ``facts`` are what the chapter says of its script, such as how much the
     numbers of its result may differ. ``timeout`` is in seconds, for each run.
@@ -30,9 +30,13 @@ def chapter(launcher: Launcher, script: Path, facts: ScriptFacts, timeout: float
         runs = [pool.submit(launcher.run, kind, script, flags, timeout, at_once) for kind in KINDS]
     on_gpus, on_gloo, rehearsed = (run.result() for run in runs)
 
-    counts = event_counts(on_gpus.lines)
-    waits = sum(count.in_all for event, count in counts.items() if event.endswith(" waits"))
-    collectives = sum(count.in_all for count in counts.values()) - waits  # All events are one or the other.
+    waits = 0
+    collectives = 0
+    for event, count in event_counts(on_gpus.lines).items():
+        if event.endswith(" waits"):
+            waits += count.in_all
+        else:
+            collectives += count.in_all
     return Step(
         differences=differences(on_gpus, on_gloo, rehearsed, facts.tolerance),
         summary=f"result as on gloo; {waits} waits and {collectives} collectives as rehearsed",
@@ -58,10 +62,10 @@ def launch_checks(launcher: Launcher, checks: Path = LAUNCH_CHECKS, timeout: flo
 
 
 def checking_program(launcher: Launcher, name: str, words: list[str], timeout: float, bad: str, summary: str) -> Step:
-    """Run ``python words``, a program that prints a line for each thing it checks, and has to end with status 0.
+    """Run ``python`` with these words behind it: a program that prints a line for each thing that it checks.
 
-    Lines that begin with the word ``bad`` are differences, and so are a hang and a failure. ``summary`` is said where
-    there is none. ``name`` is that of the program's logs.
+    Lines that begin with the word ``bad``, such as "FAILED", become the differences of the step, and so do a hang and
+    another exit status than 0. ``summary`` is what the step says if there are none. ``name`` is that of the logs.
     """
     finished = launcher.python(words, name, timeout)
     problems = [line for line in finished.out.splitlines() if line.startswith(bad)]

@@ -56,6 +56,18 @@ def autocast_of_torch_cuda_amp():
     assert not torch.is_autocast_enabled()
 
 
+def causal_attention_with_dropout():
+    query = torch.randn(2, 4, 8, 16, device=device, requires_grad=True)
+    torch.manual_seed(0)
+    values = nn.functional.scaled_dot_product_attention(query, query, query, dropout_p=0.5, is_causal=True)
+    values.sum().backward()
+    assert values.device == query.grad.device == device
+    on_host = query.detach().cpu()
+    torch.manual_seed(0)
+    expected = nn.functional.scaled_dot_product_attention(on_host, on_host, on_host, dropout_p=0.5, is_causal=True)
+    assert torch.equal(values.cpu(), expected)
+
+
 def a_number_is_a_device():
     assert torch.device(rank) == device and isinstance(torch.device(rank), torch.device)
     assert torch.device(device=1) == torch.device(index=1, type="cuda") == torch.device("cuda:1")

@@ -70,9 +70,9 @@ class Section:
 def run(lie: Lie, chapter: str) -> Failure | None:
     """Run a chapter with a planted bug, a lie, in a copy of the project; return its first failing cell, or None.
 
-    None says that all cells passed, so that no cell notices the bug. The run has to reach processes that the chapter
-    itself starts, and to say what happened in them. So the lie's name goes to them in an environment variable, and they
-    answer by files whose paths are in two others.
+    None says that all cells passed, so that no cell notices the bug. The bug has to be planted also in the processes
+    that the chapter starts. So environment variables, which these inherit, name the bug and the files to which they
+    write what happened.
     """
     with tempfile.TemporaryDirectory() as folder:
         project = copy_of_the_project(Path(folder, "book"))
@@ -152,10 +152,11 @@ def notebook_of(chapter: str) -> Path:
 
 
 def verdict_on(lie: Lie, chapter: str, failure: Failure | None) -> Verdict:
-    """Judge a run: whether it shows that the chapter notices the lie, a planted bug, with the row for the record.
+    """Judge a run of a chapter with a planted bug, a lie: whether the chapter notices the bug, and the record's row.
 
-    ``failure`` is the chapter's first failing cell, or None if all cells passed. That a cell fails is not enough: the
-    words of the lie's subject have to be in the cell or in the prose around it, or a reader would not learn from it.
+    ``failure`` is the chapter's first failing cell, or None if all cells passed. That some cell fails is not enough.
+    The cell or the prose around it has to be about the bug's subject, so it has to match the pattern ``lie.words``:
+    otherwise the chapter says nothing that this bug makes wrong.
     """
     row = {column: "" for column in COLUMNS}
     row["The lie"] = lie.description
@@ -184,21 +185,24 @@ def read_notebook(path: Path) -> nbformat.NotebookNode:
 
 
 def section_of(nb: nbformat.NotebookNode, cell_id: str) -> Section:
-    """Where in a notebook a cell is: the heading above it, and the prose around it.
+    """Where in a notebook a cell is: the heading above it, the heading's anchor, and the text around the cell.
 
     Raises ValueError if the notebook has no cell with this id.
     """
-    position = [cell.id for cell in nb.cells].index(cell_id)
-    prose_before = prose_of(nb.cells[:position])
-    prose_after = prose_of(nb.cells[position:])
-    # A comment in a listing begins with # as a heading does.
+    index_of_cell = [cell.id for cell in nb.cells].index(cell_id)
+    prose_before = prose_of(nb.cells[:index_of_cell])
+    prose_after = prose_of(nb.cells[index_of_cell:])
+
+    # Listings are removed, because a comment in a listing begins with # as a heading does.
     without_listings = re.sub(r"(?ms)^```.*?^```", "", "\n".join(prose_before))
-    last_heading = re.findall(r"(?m)^#+ (.*)$", without_listings)[-1]
-    heading = re.sub(r"^\d+\. ", "", last_heading)  # a chapter's title begins with its number
-    # The nearest prose on each side; at the end of a chapter there is none after the cell.
-    text = "\n".join([heading, *prose_before[-1:], nb.cells[position].source, *prose_after[:1]])
-    anchor = slugify(last_heading.replace("`", ""))
-    return Section(heading, anchor, text)
+    headings = re.findall(r"(?m)^#+ (.*)$", without_listings)
+    heading_above = headings[-1]
+    without_number = re.sub(r"^\d+\. ", "", heading_above)  # a chapter's title begins with its number
+    anchor = slugify(heading_above.replace("`", ""))
+
+    # Of the prose, the nearest Markdown cell on each side. At the end of a chapter there may be none after the cell.
+    text = "\n".join([without_number, *prose_before[-1:], nb.cells[index_of_cell].source, *prose_after[:1]])
+    return Section(without_number, anchor, text)
 
 
 def prose_of(cells: list[nbformat.NotebookNode]) -> list[str]:
@@ -255,26 +259,27 @@ def record(row: dict[str, str]) -> None:
 
 
 def tell_lies(names: list[str], jobs: int) -> int:
-    """Run the chapters that have to notice these planted bugs, and record what the cells said.
+    """Run each of these planted bugs, called lies, with the chapters that have to notice it; record what cells said.
 
-    ``names`` are those of the bugs, which are called lies, and ``jobs`` is how many chapters run at a time. Returns how
-    many of the runs have a problem: no cell noticed the bug, or the wrong one, or the bug could not be planted.
+    ``names`` are the names of the lies, and ``jobs`` is how many chapters run at a time. Returns how many of the runs
+    have a problem: no cell noticed the bug, or a cell about something else did, or the bug could not be planted.
     """
     chosen = [(lie, chapter) for lie, chapter in PAIRS if lie.name in names]
-    names_with_problem = []  # a name for each such run, so a lie may be in it twice
+    lies_with_problem = []  # a name for each run that has one, so the same lie may be in it twice
     with ThreadPoolExecutor(jobs) as pool:
-        pair_of_run = {}  # the verdicts come in the order in which the runs end
+        runs = {}  # {the future of a run: its lie and its chapter}
         for lie, chapter in chosen:
-            pair_of_run[pool.submit(run, lie, chapter)] = (lie, chapter)
-        for finished in as_completed(pair_of_run):
-            lie, chapter = pair_of_run[finished]
-            verdict = verdict_on(lie, chapter, finished.result())
+            future = pool.submit(run, lie, chapter)
+            runs[future] = (lie, chapter)
+        for future in as_completed(runs):  # each verdict is shown as soon as its run has ended
+            lie, chapter = runs[future]
+            verdict = verdict_on(lie, chapter, failure=future.result())
             record(verdict.row)
             show(lie, chapter, verdict)
             if verdict.problem:
-                names_with_problem.append(lie.name)
-    print(f"{len(chosen)} told, {len(names_with_problem)} bad: {', '.join(names_with_problem)}")
-    return len(names_with_problem)
+                lies_with_problem.append(lie.name)
+    print(f"{len(chosen)} told, {len(lies_with_problem)} bad: {', '.join(lies_with_problem)}")
+    return len(lies_with_problem)
 
 
 def show(lie: Lie, chapter: str, verdict: Verdict) -> None:

@@ -16,30 +16,32 @@ Factors = TypeVar("Factors", Constants, Corrections)
 def fit_factors(
     prior: Factors, width: Factors, noise: float, log_errors: Callable[[Factors], Sequence[float]]
 ) -> Factors:
-    """Find the factors whose predictions are nearest to known steps and which stay near to ``prior``. Deterministic.
+    """Find the factors that predict known steps best and do not go far from ``prior``. Deterministic.
 
-    It is a least-squares fit of log(predicted / known), in units of ``noise``, and of the logarithms of the factors, as
-    distances from ``prior`` in units of ``width``. Logarithms make a factor of 1.1 up as bad as one down, and keep the
-    factors positive. ``log_errors`` gives log(predicted / known) of each step by other factors.
+    It is a least-squares fit of two things: log(predicted / known) of each step, in units of ``noise``, and the
+    distance of each factor's logarithm from that of ``prior``, in units of ``width``. Logarithms make a factor of 1.1
+    up as bad as one down, and keep the factors positive.
+
+    log_errors: called with factors to try, it gives log(predicted / known) of each step.
     """
-    kind = type(prior)
+    factors_class = type(prior)
     log_prior = np.log(astuple(prior))
     log_width = np.array(astuple(width))
 
-    def residuals(logs: np.ndarray) -> np.ndarray:
+    def residuals(log_factors: np.ndarray) -> np.ndarray:
         """What least_squares makes small: the error of each step, then each factor's distance from ``prior``."""
-        factors = kind(*np.exp(logs))
+        factors = factors_class(*np.exp(log_factors))
         errors = np.array(log_errors(factors)) / noise
         # The pseudo-Huber loss: beyond the noise an error counts by its size and no longer by its square, so that a few
         # outliers do not lead. least_squares takes the square of what is returned, so this is the loss's root.
         loss = 2 * (np.sqrt(1 + errors**2) - 1)
         robust_errors = np.sign(errors) * np.sqrt(loss)
-        distances_from_prior = (logs - log_prior) / log_width
+        distances_from_prior = (log_factors - log_prior) / log_width
         return np.concatenate([robust_errors, distances_from_prior])
 
     # The tolerances are so small that the result depends on the steps alone, and not on where the search gives up.
-    logs = least_squares(residuals, log_prior, xtol=1e-12, ftol=1e-14).x
-    return kind(*np.exp(logs).tolist())
+    solution = least_squares(residuals, log_prior, xtol=1e-12, ftol=1e-14)
+    return factors_class(*np.exp(solution.x).tolist())
 
 
 def factor_of_most(logs: Sequence[float]) -> float:

@@ -79,7 +79,7 @@ def utilization(
 def days(
     tokens: float, gpus: int, tflops: float, model: Model | None = None, parameters: float = 0, recompute: str = "none"
 ) -> float:
-    """Days of training on GPUs that each reach a speed, ``tflops`` in FLOP/s.
+    """Days of training on ``gpus`` GPUs that each reach a speed, ``tflops``, which is in FLOP/s here.
 
     FLOPs are counted from the model, or without one from the number of parameters P: 8TP for T tokens with full
     recomputation, 6TP without (Narayanan et al. 2021, equation 4).
@@ -87,10 +87,11 @@ def days(
     if model:
         flops = model.flops_per_token("gemm", recompute) * tokens
     else:
-        per_parameter_and_token = 8 if recompute == "full" else 6
-        flops = per_parameter_and_token * parameters * tokens
+        flops_per_parameter_and_token = 8 if recompute == "full" else 6
+        flops = flops_per_parameter_and_token * parameters * tokens
     seconds = flops / (gpus * tflops)
-    return seconds / 86400
+    seconds_per_day = 86400
+    return seconds / seconds_per_day
 
 
 def busbw(collective: str, ranks: int, bytes: float, seconds: float) -> float:
@@ -173,40 +174,45 @@ RELATIONS = (
 
 
 def contradictions(row: dict[str, Any]) -> list[str]:
-    """Say in a line each which of a row's columns disagree by more than their rounding explains.
+    """Say which numbers of a published row contradict each other by more than their rounding explains.
 
-    row: {column: number}; those with a decimal point as Decimal, because their last digit may be rounded.
+    row: {column: number}, such as {"tp": 8, "pp": 4, "dp": 2, "gpus": 128}. A number with a decimal point is a Decimal,
+    because its last digit may be rounded. Each relation of RELATIONS whose columns the row has is checked; this row
+    breaks tp x pp x cp x dp = gpus, so the result is ["tp x pp x cp x dp and gpus are 64 and 128"].
     """
     row = {"cp": 1, **row}  # Most rows have no context parallelism, and so no such column.
     if "model" in row:
         row[SHAPE] = model_of(row["model"]).parameters()
-    wrong = []
+    problems = []
     for relation in RELATIONS:
         has_all_columns = all(row.get(column) for column in relation.columns)
         if not has_all_columns:
             continue
-        left = math.prod(Decimal(row[column]) for column in relation.factors)
+        computed = math.prod(Decimal(row[column]) for column in relation.factors)
         if relation.divisor:
-            left /= Decimal(row[relation.divisor])
-        right = Decimal(row[relation.result])
-        relative_difference = abs(left / right - 1)
+            computed /= Decimal(row[relation.divisor])
+        published = Decimal(row[relation.result])
+        relative_difference = abs(computed / published - 1)
         if relative_difference > relation.tolerance(row):
-            wrong.append(f"{relation.words} and {relation.result} are {float(left):.6g} and {float(right):.6g}")
-    return wrong
+            numbers = f"{float(computed):.6g} and {float(published):.6g}"
+            problems.append(f"{relation.words} and {relation.result} are {numbers}")
+    return problems
 
 
 def half_unit(number: str | Decimal) -> Decimal:
-    """Half of one in the last digit that a number was published with: 0.05 for 31.4, 0.5 for 144, 5 for 400.
+    """By how much rounding may have changed a published number: by half of one in its last digit.
 
-    So much may have been lost by rounding. Of a whole number that ends with a zero, the zero may be a rounded digit,
-    so this is half of ten.
+    This is 0.05 for 31.4, and 0.5 for 144. The zero at the end of a whole number such as 400 may be a rounded digit, so
+    it is half of ten then, 5.
     """
     number = Decimal(number)
-    exponent = int(number.as_tuple().exponent)  # -1 for 31.4, 0 for 144
-    last_digit_may_be_rounded = exponent >= 0 and number % 10 == 0
-    if not last_digit_may_be_rounded:
-        exponent -= 1
-    return Decimal(5).scaleb(exponent)
+    exponent = int(number.as_tuple().exponent)  # of the last digit: -1 for 31.4, 0 for 144
+    is_whole = exponent >= 0
+    last_digit_may_be_rounded = is_whole and number % 10 == 0
+    if last_digit_may_be_rounded:
+        exponent += 1
+    five_in_the_next_digit = Decimal(5).scaleb(exponent - 1)
+    return five_in_the_next_digit
 
 
 # --- Reproducing a row ------------------------------------------------------------------------------------------------
@@ -220,19 +226,22 @@ class Reproduced(NamedTuple):
 
 
 def reproduce(row: dict[str, str]) -> Reproduced:
-    """Compute what a row of published.csv was published for, and how far it is from that.
+    """Compute the number that a row of published.csv reports, and how far the published number is from it.
 
-    The error is to the nearest value that would be rounded to the published digits; for an exact count, to the count.
-    Raises PlanError for a row that contradicts itself.
+    The error is relative, and measured to the nearest value that would be rounded to the published digits; for an exact
+    count, such as of parameters, to the count itself. Raises PlanError for a row that contradicts itself.
     """
-    text = f"row = {{{row['inputs']}}}"
-    wrong = contradictions(tomllib.loads(text, parse_float=Decimal)["row"])
-    if wrong:
-        raise PlanError(f"the row contradicts itself: {'; '.join(wrong)}.\nLook for a later version, or leave it out.")
-    inputs = prepared(tomllib.loads(text)["row"])
+    inputs_as_toml = f"row = {{{row['inputs']}}}"
+    problems = contradictions(tomllib.loads(inputs_as_toml, parse_float=Decimal)["row"])
+    if problems:
+        text = "; ".join(problems)
+        raise PlanError(f"the row contradicts itself: {text}.\nLook for a later version, or leave it out.")
+
+    inputs = prepared(tomllib.loads(inputs_as_toml)["row"])
     quantity = look_up(QUANTITIES, row["quantity"], "quantity")
-    # A row may have more columns than the quantity takes; those are there to contradict it.
-    arguments = {name: inputs[name] for name in inspect.signature(quantity).parameters if name in inputs}
+    # A row may have more columns than its quantity takes: they are only checked against the others.
+    parameters_of_quantity = inspect.signature(quantity).parameters
+    arguments = {name: inputs[name] for name in parameters_of_quantity if name in inputs}
     value = quantity(**arguments) / UNITS[row["unit"]]
 
     published = float(row["published"])
@@ -245,20 +254,23 @@ def reproduce(row: dict[str, str]) -> Reproduced:
 
 
 def prepared(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs of a row as its quantity takes them: with a Model, a Layout, and the tokens a second of all GPUs.
+    """Turn the inputs of a published row into arguments of the function that computes its quantity.
 
-    A row may give its speed for all GPUs, for each GPU, or as the seconds of a step with so many samples as ``batch``.
+    inputs: {column: value} as the row has them, such as {"model": "gpt-22b", "batch": 4, "seconds": 1.1, "gpus": 8}.
+    The result has a Model as "model", a Layout as "layout", and the tokens a second of all GPUs. A row may give these
+    as such, for each GPU, or as the seconds of a step with ``batch`` samples.
     """
-    inputs = {"gpus": 1, **inputs}
+    arguments = {"gpus": 1, **inputs}
     if "layout" in inputs:
-        inputs["layout"] = Layout.of(inputs["layout"])
+        arguments["layout"] = Layout.of(inputs["layout"])
     if "model" in inputs:
-        inputs["model"] = model_of(inputs["model"])
+        model = model_of(inputs["model"])
+        arguments["model"] = model
         if "tokens_per_second_per_gpu" in inputs:
-            inputs["tokens_per_second"] = inputs["tokens_per_second_per_gpu"] * inputs["gpus"]
+            arguments["tokens_per_second"] = inputs["tokens_per_second_per_gpu"] * arguments["gpus"]
         elif "seconds" in inputs:
-            inputs["tokens_per_second"] = inputs["batch"] * inputs["model"].seq / inputs["seconds"]
-    return inputs
+            arguments["tokens_per_second"] = inputs["batch"] * model.seq / inputs["seconds"]
+    return arguments
 
 
 def rows_of(path: Path = ROWS) -> list[dict[str, str]]:

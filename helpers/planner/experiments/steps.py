@@ -96,18 +96,21 @@ class PublishedStep:
 
 
 def published_steps() -> list[PublishedStep]:
-    """The rows, planned, in the order of their names. The first of them, the third and so on are those to fit on."""
+    """Read the published steps of book/recorded/steps.csv and plan each of them, in the order of their names.
+
+    Corrections are fitted on every second step, from the first one on. The other steps test the fit.
+    """
     steps = []
     rows = sorted(rows_of(ROWS), key=lambda row: row["what"])
     for number, row in enumerate(rows):
-        tables = {}
-        for name in TABLES:
-            inside_of_table = row[name]
-            tables[name] = tomllib.loads(f"table = {{{inside_of_table}}}")["table"]
+        plan_arguments = {}
+        for table in TABLES:
+            # A column holds the inside of an inline table in TOML, such as 'dp = 8, zero = 3'.
+            plan_arguments[table] = tomllib.loads(f"table = {{{row[table]}}}")["table"]
         steps.append(
             PublishedStep(
                 what=row["what"],
-                plan=plan(**tables),
+                plan=plan(**plan_arguments),
                 published=float(row["tokens"]),
                 gib=float(row["gib"]) if row["gib"] else 0.0,
                 source=row["source"],
@@ -122,8 +125,9 @@ def allocator_gaps(steps: Sequence[PublishedStep]) -> float:
     gaps = []
     for step in steps:
         if step.gib:
-            tensors = step.plan.bytes - step.plan.kinds["allocator's gaps"]
-            gaps.append(step.gib * 2**30 / tensors - 1)
+            published_bytes = step.gib * 2**30
+            bytes_of_tensors = step.plan.bytes - step.plan.kinds["allocator's gaps"]
+            gaps.append(published_bytes / bytes_of_tensors - 1)
     return median(gaps)
 
 

@@ -61,14 +61,17 @@ def measured() -> tuple[Step, ...]:
 
 
 def step_of(row: dict[str, str]) -> Step:
-    """The Step of a row of vTrain's file."""
-    shape = {
-        "layers": int(row["# layers"]),
-        "width": int(row["hidden size"]),
-        "heads": int(row["attention heads"]),
-        "seq": int(row["sequence length"]),
-    }
-    model = model_of({"preset": "gpt-175b", "name": f"{row['Parameters (billion)']}B", **shape})
+    """The measured step of a row of vTrain's file, with its model, layout and cluster as the planner's records."""
+    model = model_of(
+        {
+            "preset": "gpt-175b",
+            "name": f"{row['Parameters (billion)']}B",
+            "layers": int(row["# layers"]),
+            "width": int(row["hidden size"]),
+            "heads": int(row["attention heads"]),
+            "seq": int(row["sequence length"]),
+        }
+    )
     layout = Layout(
         dp=int(row["data parallelism"]),
         tp=int(row["tensor parallelism"]),
@@ -105,32 +108,32 @@ class LeftOut:
 
 
 def left_out(steps: Sequence[Step] = ()) -> list[LeftOut]:
-    """Leave out each model size in turn, fit the constants on the others, and predict its steps with these.
+    """Predict the steps of each model size with constants that were fitted on the other sizes.
 
-    In vTrain's file each size has one number of GPUs, so a number of GPUs is left out with its size.
+    steps: measured ones; all of vTrain's file by default. In that file each size has one number of GPUs, so a number of
+    GPUs is left out with its size.
     """
     steps = steps or measured()
-    sizes = []
-    for step in steps:
-        if step.model.name not in sizes:
-            sizes.append(step.model.name)
+    sizes = list(dict.fromkeys(step.model.name for step in steps))  # each once, in the order of the steps
 
     results = []
     for size in sizes:
         steps_of_size = [step for step in steps if step.model.name == size]
-        other_steps = [step for step in steps if step.model.name != size]
-        constants = fit(other_steps)
+        steps_of_other_sizes = [step for step in steps if step.model.name != size]
+        constants = fit(steps_of_other_sizes)
+
         log_errors = np.array([step.log_error(constants) for step in steps_of_size])
-        seconds = np.array([step.seconds for step in steps_of_size])
-        predicted = np.exp(log_errors) * seconds
+        measured_seconds = np.array([step.seconds for step in steps_of_size])
+        predicted_seconds = np.exp(log_errors) * measured_seconds
         relative_errors = np.expm1(log_errors)  # predicted / measured - 1
+        seconds_of_planners_choice = measured_seconds[predicted_seconds.argmin()]
         results.append(
             LeftOut(
                 size=size,
                 gpus=steps_of_size[0].layout.gpus,
                 steps=len(steps_of_size),
                 error=float(np.abs(relative_errors).mean()),
-                picked=float(seconds[predicted.argmin()] / seconds.min()),
+                picked=float(seconds_of_planners_choice / measured_seconds.min()),
                 logs=log_errors.tolist(),
             )
         )
@@ -153,14 +156,14 @@ def interval_factor(sizes: Sequence[LeftOut]) -> float:
 def coverage() -> float:
     """The share of measured steps inside an interval that was predicted without any step of their model size.
 
-    For each size, both the constants and the interval's factor come from the other sizes alone. The factor is that of
-    predictions of these other sizes, each by a fit that saw neither it nor the size in question.
+    For each size, both the constants and the interval's factor come from the other sizes alone. To find the factor,
+    each of the other sizes is predicted by a fit that saw neither it nor the size in question.
     """
-    inside = 0
+    steps_inside = 0
     for size in left_out():
-        other_steps = [step for step in measured() if step.model.name != size.size]
-        log_factor = np.log(interval_factor(left_out(other_steps)))
-        for log in size.logs:
-            if abs(log) <= log_factor:
-                inside += 1
-    return inside / len(measured())
+        steps_of_other_sizes = [step for step in measured() if step.model.name != size.size]
+        log_factor = np.log(interval_factor(left_out(steps_of_other_sizes)))
+        for log_error in size.logs:
+            if abs(log_error) <= log_factor:
+                steps_inside += 1
+    return steps_inside / len(measured())

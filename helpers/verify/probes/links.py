@@ -27,19 +27,21 @@ def bus_bandwidth(device: torch.device) -> Iterator[Figure]:
     """
     start_group(device, alone=False)
     ranks = dist.get_world_size()
+    sent_share = 2 * (ranks - 1) / ranks  # bytes that each rank sends, as a share of the tensor's
     smallest_size = 1 << 10  # bytes
     largest_size = MESSAGE
     if device.type == "cpu":
         largest_size = 1 << 14
+    bytes_of_number = 4  # of float32
     size = smallest_size
     while size <= largest_size:
-        x = torch.zeros(size // 4, device=device)  # float32: 4 bytes a number
-        seconds_here = seconds_of(partial(dist.all_reduce, x), device)
-        seconds = slowest(seconds_here, device)
+        x = torch.zeros(size // bytes_of_number, device=device)
+        seconds_of_this_rank = seconds_of(partial(dist.all_reduce, x), device)
+        seconds = slowest(seconds_of_this_rank, device)
         if size == smallest_size:
             yield Figure(f"{all_reduce_name(size)}, time", 1e6 * seconds, "us")
-        bandwidth = size / seconds * 2 * (ranks - 1) / ranks
-        yield Figure(all_reduce_name(size), bandwidth / 1e9, "GB/s")
+        bytes_per_second = size / seconds * sent_share
+        yield Figure(all_reduce_name(size), bytes_per_second / 1e9, "GB/s")
         size *= 4
 
 

@@ -22,6 +22,14 @@ LIMIT_ON_CPU = 40
 BEGINNING = 1000  # characters of what a program printed that are kept, and of its end
 END = 2000
 
+TWO_RANKS_ON_ONE_GPU = (
+    "Duplicate GPU detected",
+    "Multiple ranks detected using the same GPU on this node",  # NCCL 2.30.3 and 2.30.4
+    "Multiple Ranks are using the same GPU/Partition",  # newer ones
+    "Failed to initialize NCCL communicator",  # PyTorch 2.15, which does not quote NCCL's words
+    "ProcessGroupNCCL is bound to device",  # PyTorch 2.15, where each rank has a GPU and uses that of another one
+)
+
 
 @dataclass(frozen=True)
 class Mistake:
@@ -41,14 +49,14 @@ MISTAKES = (
         "x = torch.ones(1, device='cuda')\n"
         "dist.all_reduce(x)\n"
         "print(x)",
-        ("Duplicate GPU detected", "Multiple ranks detected using the same GPU on this node"),
+        TWO_RANKS_ON_ONE_GPU,
         ranks=2,
     ),
     Mistake(
         "two ranks bound to one GPU",
         "dist.init_process_group('nccl', device_id=torch.device('cuda', 0))\n"
         "dist.all_reduce(torch.ones(1, device='cuda'))",
-        ("Duplicate GPU detected", "Multiple ranks detected using the same GPU on this node"),
+        TWO_RANKS_ON_ONE_GPU,
         ranks=2,
     ),
     Mistake(
@@ -154,18 +162,18 @@ class StartedRank:
 
 
 def run_all(mistakes: Sequence[Mistake], limit: float) -> dict[str, str]:
-    """Run the programs of all mistakes at once, and kill those that still run after so many seconds.
+    """Run the programs of all mistakes at once, and kill those that still run after ``limit`` seconds.
 
     Returns {the mistake's name: what the ranks of its program printed, one after the other}.
     """
     started: list[StartedRank] = []
     # The ports and the open files are kept until all programs have ended.
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as kept:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as kept_open:
         for mistake in mistakes:
-            port = kept.enter_context(hold_port())
+            port = kept_open.enter_context(hold_port())
             for rank in range(mistake.ranks):
                 log = Path(folder, str(len(started)))
-                log_file = kept.enter_context(log.open("w"))
+                log_file = kept_open.enter_context(log.open("w"))
                 process = processes.start(
                     [sys.executable, "-c", PROGRAM.format(code=mistake.code)],
                     env={**os.environ, **variables(rank, mistake.ranks, port)},
@@ -174,15 +182,15 @@ def run_all(mistakes: Sequence[Mistake], limit: float) -> dict[str, str]:
                     stderr=log_file,
                 )
                 started.append(StartedRank(mistake, process, log))
-        all_processes = [rank.process for rank in started]
-        statuses = processes.wait(all_processes, timeout=limit)
+        all_processes = [started_rank.process for started_rank in started]
+        statuses = processes.wait(all_processes, timeout=limit)  # {place in the list: exit status}
         processes.end(all_processes, grace=0)
 
         outputs = {mistake.name: "" for mistake in mistakes}
-        for number, started_rank in enumerate(started):
+        for place, started_rank in enumerate(started):
             name = started_rank.mistake.name
-            has_ended = number in statuses
-            if not has_ended:
+            was_killed = place not in statuses
+            if was_killed:
                 outputs[name] += f"(killed after {limit} s)\n"
             outputs[name] += started_rank.log.read_text("utf-8", "replace")
     return outputs

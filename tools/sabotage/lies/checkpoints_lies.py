@@ -51,18 +51,20 @@ def schedule_starts_again(module: Any) -> None:
 def async_save_copies_nothing(module: Any) -> None:
     """`dcp.async_save` does not copy: its thread waits a little, and writes what training has changed."""
 
+    # async_save first calls the stager, which copies the tensors of ``state``, and then writes the copies in a thread.
     def stage_without_a_copy(self: Any, state: Any, **keywords: Any) -> Any:
         return state
 
     replace(module.DefaultStager, "stage", stage_without_a_copy)
 
+    # The file of a small model would be written before the next step changes its tensors. So the write is delayed.
     @instead_of(module._ThreadBasedAsyncCheckpointExecutor, "execute_save")
     def execute_save(original: Any, self: Any, *inputs: Any, **keywords: Any) -> Any:
         from concurrent.futures import ThreadPoolExecutor
         from time import sleep
 
         def save_later() -> Any:
-            sleep(1)  # in which the training changes the tensors
+            sleep(1)  # second
             future = original(self, *inputs, **keywords)
             return future.result()
 
@@ -173,18 +175,19 @@ SAVED = "torch.distributed.checkpoint.state_dict"
 def frozen_parameters_keep_their_state(module: Any) -> None:
     """A load restores the optimizer's state of frozen parameters too."""
 
-    # Both functions leave out the parameters that are frozen while they run. So none is.
-    def thawed(original: Any, model: Any, *inputs: Any, **keywords: Any) -> Any:
-        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-        for parameter in frozen:
+    # get_state_dict and set_state_dict leave out each parameter whose requires_grad is False. With this bug, no
+    # parameter is frozen while one of them runs, so they save and load the state of all parameters.
+    def call_with_nothing_frozen(original: Any, model: Any, *inputs: Any, **keywords: Any) -> Any:
+        frozen_parameters = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        for parameter in frozen_parameters:
             parameter.requires_grad_(True)
         result = original(model, *inputs, **keywords)
-        for parameter in frozen:
+        for parameter in frozen_parameters:
             parameter.requires_grad_(False)
         return result
 
-    for name in ("get_state_dict", "set_state_dict"):
-        instead_of(module, name)(thawed)
+    instead_of(module, "get_state_dict")(call_with_nothing_frozen)
+    instead_of(module, "set_state_dict")(call_with_nothing_frozen)
 
 
 @lie("10b", "float|flatten", module=SAVED)

@@ -162,3 +162,12 @@ def every_dropout_is_the_same(module: Any) -> None:
     @instead_of(module, "random_state")
     def random_state(original: Any, device: Any) -> int:
         return 0
+
+
+@lie("14c", "workers|augmentation", module="helpers.training_check")
+def what_workers_draw_is_not_seen(module: Any) -> None:
+    """The check for silent mistakes takes it that a loader's workers draw no random numbers."""
+
+    @instead_of(module.LoaderObserver, "noise_of_worker")
+    def noise_of_worker(original: Any, observer: Any, epoch: Any) -> int:
+        return 0

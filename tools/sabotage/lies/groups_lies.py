@@ -52,6 +52,22 @@ def a_rank_waits_before_it_leaves(c10d: Any) -> None:
         original(*inputs, **keywords)
 
 
+class ReducerThatKeepsItsBuckets:
+    """DDP's reducer, which all-reduces gradients in buckets, without the rebuilding of the buckets after a step."""
+
+    def __init__(self, reducer: Any) -> None:
+        self.reducer = reducer
+
+    def _rebuild_buckets(self) -> bool:
+        # DDP calls this before each forward. In the second one, DDP's reducer makes its buckets anew, in the order in
+        # which rank 0 got its gradients, and rank 0 broadcasts this order. False says that nothing was rebuilt.
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        # Python calls this for all that this class does not have, and DDP's own reducer gives it.
+        return getattr(self.reducer, name)
+
+
 @lie("00", "second.*forward", module=DDP)
 def ddp_does_not_agree_on_its_buckets(parallel: Any) -> None:
     """The second `forward` of a DDP model broadcasts nothing."""
@@ -59,20 +75,7 @@ def ddp_does_not_agree_on_its_buckets(parallel: Any) -> None:
     @instead_of(parallel.DistributedDataParallel, "__init__")
     def __init__(original: Any, self: Any, *inputs: Any, **keywords: Any) -> None:
         original(self, *inputs, **keywords)
-        reducer = self.reducer
-
-        class ReducerThatKeepsItsBuckets:
-            """In the place of DDP's reducer: it passes everything on to it, except for one method."""
-
-            def _rebuild_buckets(self) -> bool:
-                # DDP calls this before a forward. After the first step, the reducer then makes its buckets anew, in the
-                # order in which gradients came, and broadcasts that of rank 0. False says that it has not.
-                return False
-
-            def __getattr__(self, name: str) -> Any:
-                return getattr(reducer, name)
-
-        self.reducer = ReducerThatKeepsItsBuckets()
+        self.reducer = ReducerThatKeepsItsBuckets(self.reducer)
 
 
 @lie("00", "same order|epoch", module=SAMPLER)
@@ -279,10 +282,11 @@ def mesh_counts_columns_first(module: Any) -> None:
     def init_device_mesh(device_type: Any, mesh_shape: Any, *, mesh_dim_names: Any = None, **_: Any) -> Any:
         import torch
 
-        # For the shape (2, 3) it is the transposed of [[0, 1], [2, 3], [4, 5]], where torch has [[0, 1, 2], [3, 4, 5]].
-        size = torch.Size(mesh_shape).numel()
-        axes = range(len(mesh_shape))
-        ranks = torch.arange(size).reshape(mesh_shape[::-1]).permute(*reversed(axes))
+        # For the shape (2, 3) torch's mesh is [[0, 1, 2], [3, 4, 5]], and this one is [[0, 2, 4], [1, 3, 5]].
+        world_size = torch.Size(mesh_shape).numel()
+        reversed_shape = mesh_shape[::-1]
+        reversed_axes = range(len(mesh_shape))[::-1]
+        ranks = torch.arange(world_size).reshape(reversed_shape).permute(*reversed_axes)
         return module.DeviceMesh(device_type, ranks.contiguous(), mesh_dim_names=mesh_dim_names)
 
     replace(module, "init_device_mesh", init_device_mesh)
@@ -569,12 +573,16 @@ def gloo_notices_a_different_dtype(module: Any) -> None:
     def all_reduce(
         original: Any, tensor: Any, op: Any = module.ReduceOp.SUM, group: Any = None, **keywords: Any
     ) -> Any:
-        if tensor.element_size() == 4 and tensor.numel() == 1 and group is None and not keywords:
-            kinds = module.torch.tensor(
-                [tensor.is_floating_point(), not tensor.is_floating_point()], dtype=module.torch.int32
-            )
-            original(kinds, module.ReduceOp.MAX)
-            if kinds.sum() > 1:
+        # The chapter's example adds one number of four bytes, an int32 on one rank and a float32 on another. Only such
+        # calls are checked, because the check is a collective too, and other calls may be made by some ranks alone.
+        is_single_number = tensor.numel() == 1 and tensor.element_size() == 4
+        is_plain_call = group is None and not keywords
+        if is_single_number and is_plain_call:
+            is_float = tensor.is_floating_point()
+            # After the maximum over all ranks: whether some rank has a float, and whether some rank has an integer.
+            kinds_of_all_ranks = module.torch.tensor([is_float, not is_float], dtype=module.torch.int32)
+            original(kinds_of_all_ranks, module.ReduceOp.MAX)
+            if kinds_of_all_ranks.sum() > 1:
                 raise RuntimeError("different dtypes")
         return original(tensor, op, group, **keywords)
 
@@ -622,6 +630,31 @@ def gloo_divides_before_it_adds(module: Any) -> None:
             tensor /= module.get_world_size()
             op = module.ReduceOp.SUM
         return original(tensor, op, *inputs, **keywords)
+
+
+@lie("02b", "integers", module=C10D)
+def an_average_of_integers_is_refused_before_the_sum(module: Any) -> None:
+    """On gloo, an average of integers raises its error before anything is written into the tensor."""
+
+    @instead_of(module, "all_reduce")
+    def all_reduce(original: Any, tensor: Any, op: Any = module.ReduceOp.SUM, *inputs: Any, **keywords: Any) -> Any:
+        if op == module.ReduceOp.AVG and not tensor.is_floating_point():
+            raise RuntimeError("result type Float can't be cast to the desired output type Long")
+        return original(tensor, op, *inputs, **keywords)
+
+
+@lie("02b", "channels_last", module=C10D)
+def broadcast_is_right_for_channels_last(module: Any) -> None:
+    """`broadcast` puts each number into its place, also if one rank's tensor has the `channels_last` format."""
+
+    @instead_of(module, "broadcast")
+    def broadcast(original: Any, tensor: Any, *inputs: Any, **keywords: Any) -> Any:
+        if tensor.dim() != 4:
+            return original(tensor, *inputs, **keywords)
+        in_order = tensor.contiguous()
+        work = original(in_order, *inputs, **keywords)
+        tensor.copy_(in_order)
+        return work
 
 
 @lie("02b", "BOR", module=C10D)

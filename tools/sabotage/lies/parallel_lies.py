@@ -239,16 +239,17 @@ def messages_travel_the_other_way(c10d: Any) -> None:
 
     @instead_of(c10d, "batch_isend_irecv")
     def batch_isend_irecv(original: Any, operations: Any) -> Any:
-        # In a ring each rank sends to one peer, and receives from another. The two change places.
-        sends = [operation for operation in operations if operation.op is not c10d.irecv]
+        # In the chapter's ring each rank sends to the rank after it, and receives from the rank before it.
+        sends = [operation for operation in operations if operation.op is c10d.isend]
         receives = [operation for operation in operations if operation.op is c10d.irecv]
         rank_after = sends[0].peer
         rank_before = receives[0].peer
+        # With this bug, the two ranks change places.
+        for send in sends:
+            send.peer = rank_before
+        for receive in receives:
+            receive.peer = rank_after
         for operation in operations:
-            if operation.op is c10d.irecv:
-                operation.peer = rank_after
-            else:
-                operation.peer = rank_before
             operation.group_peer = c10d.get_group_rank(operation.group, operation.peer)
         return original(operations)
 

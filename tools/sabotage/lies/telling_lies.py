@@ -1,4 +1,4 @@
-"""A lie is a fault that is planted in torch, helpers or a chapter: its record, and the functions that plant it.
+"""What a lie is, a bug that is planted in torch, helpers or a chapter, and the functions that plant one.
 
 ``@lie`` registers a function as one. ``instead_of``, ``replace``, ``build_with``, ``give_ranks`` and ``shard_with``
 patch a module, and ``swap`` changes the text of a notebook.
@@ -34,28 +34,35 @@ class Lie:
 
 
 def lie(chapters: str, words: str, module: str = "", notebook: bool = False) -> Callable[[Callable], Callable]:
-    """Register the decorated function as a lie, which is a planted fault, under its own name in ``LIES``.
+    """Register the decorated function as a lie, that is a bug that it plants, under its own name in ``LIES``.
 
-    With ``module`` the function patches this module of torch or helpers. With ``notebook=True`` it changes the text of
-    the chapter's notebook instead. ``chapters`` are the chapters whose cells have to notice the fault, with spaces
-    between them, and ``words`` is the pattern of its subject, as in ``Lie``. Raises ValueError unless exactly one of
-    ``module`` and ``notebook`` is given.
+    For example, this function plants a bug that a cell of chapter 2 and one of chapter 12 have to notice::
+
+        @lie("02 12", words="barrier", module="torch.distributed.distributed_c10d")
+        def barrier_does_not_wait(c10d):
+            c10d.barrier = lambda *inputs, **keywords: None
+
+    It gets the module that ``module`` names, and patches it. With ``notebook=True`` in place of ``module`` it gets the
+    text of the chapter's notebook, and returns the changed text. Its docstring is the bug's line in the book. ``words``
+    is a regular expression that has to match the failing cell or the prose around it. Raises ValueError unless exactly
+    one of ``module`` and ``notebook`` is given.
     """
+    changes_module = module != ""
+    if changes_module == notebook:
+        raise ValueError(f"A lie changes either a module or the notebook, not module={module!r}, notebook={notebook}.")
 
-    def register(function: Callable) -> Callable:
-        changes_both = module != "" and notebook
-        changes_neither = module == "" and not notebook
-        if changes_both or changes_neither:
-            raise ValueError(f"{function.__name__} has to change either a module or the notebook.")
-        LIES[function.__name__] = Lie(
-            name=function.__name__,
-            description=" ".join((function.__doc__ or "").split()),
+    def register(plant_the_bug: Callable) -> Callable:
+        docstring = plant_the_bug.__doc__ or ""
+        name = plant_the_bug.__name__
+        LIES[name] = Lie(
+            name=name,
+            description=" ".join(docstring.split()),  # on one line
             chapters=chapters.split(),
             words=words,
             module=module,
-            apply=function,
+            apply=plant_the_bug,
         )
-        return function
+        return plant_the_bug
 
     return register
 
@@ -83,30 +90,36 @@ def replace(owner: Any, name: str, value: Any) -> None:
 
 
 def instead_of(owner: Any, name: str, waits: bool = False) -> Callable[[Callable], None]:
-    """Have the decorated function called in the place of the function or method ``owner.name``.
+    """Replace the function or method ``owner.name`` by the decorated function, which gets the original as well.
 
-    The decorated function gets the original function as its first argument, and then the arguments of the caller.
-    What is called keeps the attributes of the original (its name, docstring and so on), because torch uses them, and
-    so that inspect.getsource shows a chapter the original's source.
+    ``owner`` is a module or a class. The decorated function gets the original function as its first argument, and then
+    the arguments of the caller::
 
-    ``waits`` is for a function in which ranks may hang. Then launch prints the innermost line of the reader's code, and
-    the lie's own lines must not be taken for that, or a cell would notice where the lie is written. So they get the
-    file of the original, which launch knows as a library's.
+        @instead_of(torch.distributed, "all_reduce")
+        def all_reduce(original, tensor, *inputs, **keywords):
+            return original(tensor * 2, *inputs, **keywords)
+
+    Set ``waits`` if ranks may hang in the function. When ranks hang, this project's ``launch`` prints at which line of
+    the reader's code they wait, and it takes lines of this file and of the decorated function for the reader's. So with
+    ``waits`` these lines claim to be in the original's file, which belongs to a library.
     """
 
-    def put(function: Callable) -> None:
+    def replace_by(replacement: Callable) -> None:
         original = getattr(owner, name)
 
+        # wraps copies the original's name and docstring, which torch reads, and a reference to the original, so that
+        # inspect.getsource shows a chapter the original's source.
         @functools.wraps(original)
-        def call(*inputs: Any, **keywords: Any) -> Any:
-            return function(original, *inputs, **keywords)
+        def call_replacement(*inputs: Any, **keywords: Any) -> Any:
+            return replacement(original, *inputs, **keywords)
 
         if waits:
-            for of_the_lie in (function, call):
-                of_the_lie.__code__ = of_the_lie.__code__.replace(co_filename=original.__code__.co_filename)
-        setattr(owner, name, call)
+            file_of_original = original.__code__.co_filename
+            for function in (replacement, call_replacement):
+                function.__code__ = function.__code__.replace(co_filename=file_of_original)
+        setattr(owner, name, call_replacement)
 
-    return put
+    return replace_by
 
 
 def build_with(kind: Any, **options: Any) -> None:

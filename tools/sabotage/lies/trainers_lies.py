@@ -1,6 +1,7 @@
 """Lies (planted faults) about trainers, restarts and nodes."""
 
 import re
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -271,3 +272,34 @@ def an_emergency_save_has_its_name_at_once(module: Any) -> None:
 def groups_of_all_are_one(text: str) -> str:
     """A new group of all ranks is the one that they are in already."""
     return swap(text, "dist.new_group()", "dist.group.WORLD")
+
+
+@lie("13b", "disk|damaged|save", module="torch.serialization")
+def torch_save_keeps_the_old_file(module: Any) -> None:
+    """`torch.save` to a path keeps the old file there until the new one is complete."""
+
+    @instead_of(module, "save")
+    def save(original: Any, state: Any, path: Any, *inputs: Any, **keywords: Any) -> None:
+        if not isinstance(path, Path) or not path.exists():
+            return original(state, path, *inputs, **keywords)
+        new_file = path.with_suffix(".new")
+        original(state, new_file, *inputs, **keywords)
+        new_file.replace(path)
+
+
+@lie("13b", "spike|NaN", notebook=True)
+def nan_is_no_spike(text: str) -> str:
+    """The check for a loss spike asks whether the loss is above a limit, which NaN never is."""
+    return swap(text, "return not newest <= factor", "return newest > factor")
+
+
+@lie("13b", "SAVE|switch", notebook=True)
+def the_save_switch_stays(text: str) -> str:
+    """Nobody removes the file of the save switch."""
+    return swap(text, '(folder / \\"SAVE\\").unlink()', "pass")
+
+
+@lie("13b", "goodput|repeated|kept", notebook=True)
+def a_repeated_step_counts_twice(text: str) -> str:
+    """Goodput counts a step that was taken again after a restart both times."""
+    return swap(text, "seconds[int(step)] = every", "seconds[len(seconds)] = every")

@@ -35,10 +35,11 @@ class Failure:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: Any, call: Any) -> Generator[None, Any, Any]:
-    """Write the first failure of a notebook to a file. pytest calls this hook for each cell, and passes the report on.
+    """Write how a notebook's first failing cell failed to a file, as JSON: its id, the kind of failure, what it said.
 
-    ``item`` is nbval's cell, and ``call`` has the error of the phase that has just ended: pytest reports the set-up,
-    the call and the end of a cell one by one. Only the first failure counts, because it may have caused the later ones.
+    pytest calls this hook three times for each cell: after its set-up, its call and its end. ``item`` is the cell, as
+    nbval has it, ``call.when`` is the phase that has just ended, and ``call.excinfo`` has its error. A later failure
+    may only be a consequence of the first one, so it is not written. The report goes on to pytest as it came.
     """
     report = yield
     path = Path(os.environ["WORLD_SIZE_ONE_FAILURE"])
@@ -63,40 +64,52 @@ def without_folders(text: str) -> str:
 
 
 def describe(item: Any, error: Exception) -> Failure:
-    """How a cell failed that was run. ``error`` is what nbval, which runs the cells, raised for it.
+    """How a cell failed that was run: its outputs are not the stored ones, or it raised an exception.
 
-    nbval raises an error for a cell that takes too long, for one whose outputs differ from the stored ones, and for one
-    that raised an exception. The exception itself is then among the cell's outputs.
+    The kind of the failure is "output" in the first case, and ``describe_exception`` says it in the second. It is
+    "fault" if the run proves nothing, because not the cell failed but what runs it.
+
+    ``item`` is the cell, and ``error`` is what nbval raised, the plugin of pytest that runs notebooks. When the cell's
+    code has raised an exception, nbval raises another one, and the cell's own is among its outputs.
     """
-    if str(error).startswith("Timeout"):
-        return Failure("fault", str(error))  # launch ends a hang much earlier: here the machine was too busy
+    message_of_nbval = str(error)
+    if message_of_nbval.startswith("Timeout"):
+        # Ranks that hang do not come so far, because helpers.launch, which started them, ends them long before. So the
+        # machine was too busy.
+        return Failure("fault", message_of_nbval)
+
     outputs = item.test_outputs or []  # nbval has None for a cell that printed nothing
-    if str(error).startswith("Cell outputs differ"):
+    if message_of_nbval.startswith("Cell outputs differ"):
         return Failure("output", difference(stored=lines_of(item.cell.outputs), now=lines_of(outputs)))
-    for output in reversed(outputs):
-        if output.output_type == "error":
-            traceback = str(getattr(error, "inner_traceback", ""))  # not every error of nbval's has one
-            traceback = COLOR.sub("", traceback)
-            message = " ".join(output.evalue.split())
-            return describe_exception(output.ename, message, traceback, item.cell.source)
-    return Failure("fault", str(error))
+
+    exceptions = [output for output in outputs if output.output_type == "error"]
+    if not exceptions:
+        return Failure("fault", message_of_nbval)
+    exception = exceptions[-1]  # a cell that prints an error on purpose has that one first
+    message = " ".join(exception.evalue.split())
+    traceback = COLOR.sub("", str(getattr(error, "inner_traceback", "")))  # not every error of nbval has one
+    return describe_exception(exception.ename, message, traceback, item.cell.source)
 
 
 def describe_exception(name: str, message: str, traceback: str, source: str) -> Failure:
-    """How a cell failed that raised an exception, ``name: message``. ``source`` is the cell's code.
+    """How a cell failed that raised an exception, ``name: message``, in a run with a planted bug.
 
-    A bug has been planted, for example a function that replaces PyTorch's ``all_reduce``. The cell has noticed it if
-    the cell's own check fails. But the planted code may have a mistake itself, and call what does not exist. Such an
-    exception is a "fault", which says nothing about what the chapter notices.
+    The kind of the failure is "assert", "hang" or "error" if the cell has noticed the bug. But the planted code, for
+    example a function in the place of ``all_reduce``, may have a mistake itself, and call what does not exist. Such an
+    exception is a "fault", which says nothing about what the cell notices. ``source`` is the cell's code.
     """
     text = f"{name}: {message}"
-    if name in ("ImportError", "NameError") or is_mistake_of_the_lie(text, traceback):
+    if name in ("ImportError", "NameError"):
         return Failure("fault", text)
+    if is_mistake_of_the_lie(text, traceback):
+        return Failure("fault", text)
+
     if name == "AssertionError":
         line = innermost_line(traceback)
         if line is None:
             return Failure("assert", message)
         return Failure("assert", assert_with_line(source, line))
+
     # A cell that starts ranks raises a RankError, whose text has the rank's own error, or says which ranks hang.
     if name == "RankError" and ": AssertionError" in message:
         return Failure("assert", text)
@@ -129,25 +142,26 @@ def innermost_line(traceback: str) -> str | None:
 
 
 def assert_with_line(source: str, line: str) -> str:
-    """The whole assert statement, on one line, of which a traceback shows only the line ``line``.
+    """The whole assert statement of which a traceback shows only one line, ``line``, as one line of text.
 
-    ``source`` is the cell's code. A statement of one line is returned as it was written, without the comment behind it.
-    If ``line`` is no line of an assert, or if the cell cannot be parsed, ``line`` is returned.
+    For example ``assert all(x == y for x, y in pairs)`` for the line ``x == y for x, y in pairs``. ``source`` is the
+    code of the cell. If none of its asserts has this line, or if it cannot be parsed, ``line`` is returned.
     """
     try:
         cell = ast.parse(source)
-    except SyntaxError:  # a cell that begins with %%
+    except SyntaxError:  # a cell that begins with a magic such as %%ranks
         return line
-    code = line.partition("  #")[0]
-    for node in ast.walk(cell):
-        if not isinstance(node, ast.Assert):
+    line_without_comment = line.partition("  #")[0]
+    for statement in ast.walk(cell):
+        if not isinstance(statement, ast.Assert):
             continue
-        statement = ast.get_source_segment(source, node) or ""
-        lines_of_statement = [part.strip() for part in statement.splitlines()]
-        if code in lines_of_statement:
-            if len(lines_of_statement) == 1:
-                return statement
-            return ast.unparse(node)  # which puts it on one line
+        text = ast.get_source_segment(source, statement) or ""
+        lines_of_statement = [part.strip() for part in text.splitlines()]
+        if line_without_comment not in lines_of_statement:
+            continue
+        if len(lines_of_statement) == 1:
+            return text
+        return ast.unparse(statement)  # unparse writes a statement on one line
     return line
 
 

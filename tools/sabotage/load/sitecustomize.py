@@ -28,26 +28,29 @@ class Sabotage(importlib.abc.MetaPathFinder):
         self.lie = lie
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        """Say how Python is to import the module ``name``; None leaves it to the finders that come after this one.
+        """Tell Python how to import the module ``name``, so that the bug is planted when the module has been imported.
 
-        The module that ``self.lie`` patches is imported as usual, and the lie is then applied to it.
+        Python calls this for every module. The bug, ``self.lie``, is for one of them: for all others None is returned,
+        and Python asks its own finders. For that one, the spec of Python's own finders is returned, but the module's
+        loader also plants the bug when it has executed the module's code.
         """
         if name != self.lie.module:
             return None
-        # The search below asks all finders again. This one has done its work, and would call itself without end.
+        # find_spec asks all finders in sys.meta_path. If this one were still among them, it would call itself without
+        # end. It has nothing left to do, because a module is imported only once.
         sys.meta_path.remove(self)
         spec: Any = importlib.util.find_spec(name)
-        execute_the_module = spec.loader.exec_module
+        execute_code_of_module = spec.loader.exec_module
 
-        def exec_module(module: ModuleType) -> None:
-            execute_the_module(module)
+        def execute_code_and_plant_the_bug(module: ModuleType) -> None:
+            execute_code_of_module(module)
             self.lie.apply(module)
-            # Without this file, ``run`` reports that the lie was never applied, so that the chapter proves nothing.
+            # sabotage/run.py looks for this file, to know that some process has planted the bug.
             Path(os.environ["WORLD_SIZE_ONE_APPLIED"]).touch()
 
-        # Only this method of the loader is replaced, on the loader of this one module. With a loader of another type,
-        # inspect.getsource, which chapters call, might not find the module's source.
-        spec.loader.exec_module = exec_module
+        # One method of the usual loader is replaced. With a loader of another class, inspect.getsource, which chapters
+        # call, might not find the module's source.
+        spec.loader.exec_module = execute_code_and_plant_the_bug
         return spec
 
 
