@@ -301,7 +301,7 @@ def muon_on_shards_has_no_weight_decay(text: str) -> str:
 @lie("06b", "recomput|keep|kept", notebook=True)
 def a_policy_that_keeps_everything(text: str) -> str:
     """The policy of selective checkpointing keeps the results of all operations."""
-    return swap(text, "return CheckpointPolicy.PREFER_RECOMPUTE", "return CheckpointPolicy.MUST_SAVE")
+    return swap(text, "RECOMPUTE = CheckpointPolicy.PREFER_RECOMPUTE", "RECOMPUTE = CheckpointPolicy.MUST_SAVE")
 
 
 @lie("06b", "gloo|force|sum", notebook=True)
