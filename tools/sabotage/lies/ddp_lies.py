@@ -441,3 +441,27 @@ def random_rounding_always_rounds_down(text: str) -> str:
 def clip_grad_norm_does_not_clip(module: Any) -> None:
     """`clip_grad_norm_` returns the norm, and leaves the gradients as long as they were."""
     replace(module, "_clip_grads_with_norm_", nothing)
+
+
+@lie("05", "fused", module="torch.optim.sgd")
+def the_fused_optimizer_never_skips(module: Any) -> None:
+    """The fused SGD takes its step even if the scaler has found a gradient that is not finite."""
+
+    @instead_of(module, "_fused_sgd")
+    def fused_sgd(original: Any, *inputs: Any, **keywords: Any) -> Any:
+        return original(*inputs, **keywords | {"found_inf": None})
+
+
+@lie("05", "skipped", notebook=True)
+def chapter_5_counts_no_skips(text: str) -> str:
+    """Chapter 5's loop does not count the steps that it skips."""
+    return swap(text, "skipped += ~norm.isfinite()", "skipped += 0")
+
+
+@lie("05", "state", module=SCALER)
+def the_scalers_state_has_no_count(module: Any) -> None:
+    """The state of a `GradScaler` says that the scale has just changed, however many good steps there were."""
+
+    @instead_of(module.GradScaler, "state_dict")
+    def state_dict(original: Any, self: Any) -> dict[str, Any]:
+        return original(self) | {"_growth_tracker": 0}
