@@ -1,6 +1,7 @@
 """Lies (planted faults) about DDP and automatic mixed precision."""
 
 import contextlib
+import sys
 from typing import Any
 
 from sabotage.lies.telling_lies import DDP, SCALER, build_with, instead_of, lie, nothing, replace, swap
@@ -119,6 +120,68 @@ def the_sum_of_losses_is_divided_by_the_ranks_own_images(text: str) -> str:
     return swap(text, "dist.all_reduce(total)  # once, before", "total *= world_size  # once, before")
 
 
+@lie("04", "class weights", module="torch.nn.functional")
+def class_weights_do_not_count_in_the_mean(module: Any) -> None:
+    """`cross_entropy` with class weights divides by the number of samples, not by the sum of their weights."""
+
+    @instead_of(module, "cross_entropy")
+    def cross_entropy(original: Any, scores: Any, labels: Any, weight: Any = None, **options: Any) -> Any:
+        if weight is None:
+            return original(scores, labels, **options)
+        return original(scores, labels, weight, reduction="sum", **options) / len(labels)
+
+
+@lie("04", "first backward", module=DDP)
+def ddp_has_its_final_buckets_at_once(module: Any) -> None:
+    """In its first backward DDP closes buckets at the sizes that it has from the second on."""
+
+    @instead_of(module.dist, "_compute_bucket_assignment_by_size")
+    def assignment(original: Any, parameters: Any, limits: list[int], *rest: Any) -> Any:
+        if limits == [sys.maxsize]:
+            limits = [2**20, 25 * 2**20]
+        return original(parameters, limits, *rest)
+
+
+@lie("04", "order|ring", module=DDP)
+def sums_are_in_the_order_of_ranks(module: Any) -> None:
+    """The loop by hand and DDP add up in the order of the ranks, wherever an element is in its message."""
+    dist = module.dist
+
+    def average(tensor: Any) -> None:
+        parts = [module.torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, tensor.contiguous())
+        tensor.copy_(sum(part / len(parts) for part in parts))
+
+    @instead_of(dist, "all_reduce", waits=True)
+    def all_reduce(original: Any, tensor: Any, op: Any = dist.ReduceOp.SUM, **options: Any) -> Any:
+        if op != dist.ReduceOp.AVG:
+            return original(tensor, op, **options)
+        average(tensor)
+        return None
+
+    def hook(state: Any, bucket: Any) -> Any:
+        average(bucket.buffer())
+        future: Any = module.torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    hook.__annotations__.clear()  # DDP refuses a hook whose annotations are others than it expects
+
+    @instead_of(module.DistributedDataParallel, "forward")
+    def forward(original: Any, self: Any, *inputs: Any, **keywords: Any) -> Any:
+        if not self._comm_hooks:
+            self.register_comm_hook(None, hook)
+        return original(self, *inputs, **keywords)
+
+
+@lie("04", "seed", notebook=True)
+def the_loader_ignores_the_seed(text: str) -> str:
+    """Chapter 4's loader does not pass the seed on, so that every seed gives the same order."""
+    return swap(
+        text, "DistributedSampler(dataset, seed=seed, drop_last=True)", "DistributedSampler(dataset, drop_last=True)"
+    )
+
+
 @lie("04b", "inplace|two forwards", notebook=True)
 def two_batches_are_not_joined(text: str) -> str:
     """Two batches that should be joined go through the DDP model one after the other."""
@@ -208,6 +271,45 @@ def a_failed_first_rank_skips_its_barrier(text: str) -> str:
 def rank_zero_prepares_for_each_node(text: str) -> str:
     """Where rank 0 alone prepares, the other node has the data too."""
     return swap(text, r"f\"rank 0 prepares, node {node}\"", r"f\"rank 0 prepares, node\"")
+
+
+@lie("04b", "wrapper|keep", module=DDP)
+def ddp_lives_without_a_variable(module: Any) -> None:
+    """A DDP object that no variable holds still averages gradients."""
+    kept = []
+
+    @instead_of(module.DistributedDataParallel, "__init__")
+    def __init__(original: Any, self: Any, *inputs: Any, **keywords: Any) -> None:
+        original(self, *inputs, **keywords)
+        kept.append(self)
+
+
+@lie("04b", "reentrant", module="torch.utils.checkpoint")
+def reentrant_checkpointing_calls_a_block_twice(module: Any) -> None:
+    """Reentrant checkpointing delivers a block's gradients twice, even if the block is called once."""
+
+    @instead_of(module, "checkpoint")
+    def checkpoint(original: Any, function: Any, x: Any, use_reentrant: bool) -> Any:
+        output = original(function, x, use_reentrant=use_reentrant)
+        if use_reentrant:
+            output = output + 0 * original(function, x, use_reentrant=True)
+        return output
+
+
+@lie("04b", "copies|copied", module=DDP)
+def ddp_copies_buffers_in_every_forward(module: Any) -> None:
+    """DDP copies buffers at the beginning of each forward, whatever the forward before it was."""
+
+    @instead_of(module.DistributedDataParallel, "_pre_forward")
+    def pre_forward(original: Any, self: Any, *inputs: Any, **keywords: Any) -> Any:
+        self.require_forward_param_sync = True
+        return original(self, *inputs, **keywords)
+
+
+@lie("04b", "AveragedModel", module="torch.optim.swa_utils")
+def the_average_includes_buffers(module: Any) -> None:
+    """`AveragedModel` averages the model's buffers too, and does not copy them."""
+    build_with(module.AveragedModel, use_buffers=True)
 
 
 # --- Automatic mixed precision
@@ -339,3 +441,27 @@ def random_rounding_always_rounds_down(text: str) -> str:
 def clip_grad_norm_does_not_clip(module: Any) -> None:
     """`clip_grad_norm_` returns the norm, and leaves the gradients as long as they were."""
     replace(module, "_clip_grads_with_norm_", nothing)
+
+
+@lie("05", "fused", module="torch.optim.sgd")
+def the_fused_optimizer_never_skips(module: Any) -> None:
+    """The fused SGD takes its step even if the scaler has found a gradient that is not finite."""
+
+    @instead_of(module, "_fused_sgd")
+    def fused_sgd(original: Any, *inputs: Any, **keywords: Any) -> Any:
+        return original(*inputs, **keywords | {"found_inf": None})
+
+
+@lie("05", "skipped", notebook=True)
+def chapter_5_counts_no_skips(text: str) -> str:
+    """Chapter 5's loop does not count the steps that it skips."""
+    return swap(text, "skipped += ~norm.isfinite()", "skipped += 0")
+
+
+@lie("05", "state", module=SCALER)
+def the_scalers_state_has_no_count(module: Any) -> None:
+    """The state of a `GradScaler` says that the scale has just changed, however many good steps there were."""
+
+    @instead_of(module.GradScaler, "state_dict")
+    def state_dict(original: Any, self: Any) -> dict[str, Any]:
+        return original(self) | {"_growth_tracker": 0}
