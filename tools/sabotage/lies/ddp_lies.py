@@ -443,13 +443,35 @@ def clip_grad_norm_does_not_clip(module: Any) -> None:
     replace(module, "_clip_grads_with_norm_", nothing)
 
 
-@lie("05", "fused", module="torch.optim.sgd")
+@lie("05", "fused", module="torch.optim.adam")
 def the_fused_optimizer_never_skips(module: Any) -> None:
-    """The fused SGD takes its step even if the scaler has found a gradient that is not finite."""
+    """The fused AdamW takes its step even if the scaler has found a gradient that is not finite."""
+
+    @instead_of(module, "_fused_adam")
+    def fused_adam(original: Any, *inputs: Any, **keywords: Any) -> Any:
+        return original(*inputs, **keywords | {"found_inf": None})
+
+
+@lie("05", "fused", notebook=True)
+def chapter_5_takes_fused_sgd(text: str) -> str:
+    """Chapter 5's script takes a fused SGD with momentum, whose first step may be skipped."""
+    return swap(
+        text,
+        "optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)",
+        "optimizer = torch.optim.SGD(model.parameters(), lr=10 * lr, momentum=0.9, fused=True)",
+    )
+
+
+@lie("05", "skipped first step", module="torch.optim.sgd")
+def fused_sgd_begins_with_zeros(module: Any) -> None:
+    """The fused SGD begins with a momentum of zeros, even if its first step is skipped."""
 
     @instead_of(module, "_fused_sgd")
-    def fused_sgd(original: Any, *inputs: Any, **keywords: Any) -> Any:
-        return original(*inputs, **keywords | {"found_inf": None})
+    def fused_sgd(original: Any, parameters: Any, gradients: Any, momenta: Any, *inputs: Any, **keywords: Any) -> Any:
+        for index, momentum in enumerate(momenta):
+            if momentum is None:
+                momenta[index] = module.torch.zeros_like(gradients[index])
+        return original(parameters, gradients, momenta, *inputs, **keywords)
 
 
 @lie("05", "skipped", notebook=True)
