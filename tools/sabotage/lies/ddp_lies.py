@@ -484,3 +484,49 @@ def random_rounding_always_rounds_down(text: str) -> str:
 def clip_grad_norm_does_not_clip(module: Any) -> None:
     """`clip_grad_norm_` returns the norm, and leaves the gradients as long as they were."""
     replace(module, "_clip_grads_with_norm_", nothing)
+
+
+@lie("05", "fused", module="torch.optim.adam")
+def the_fused_optimizer_never_skips(module: Any) -> None:
+    """The fused AdamW takes its step even if the scaler has found a gradient that is not finite."""
+
+    @instead_of(module, "_fused_adam")
+    def fused_adam(original: Any, *inputs: Any, **keywords: Any) -> Any:
+        return original(*inputs, **keywords | {"found_inf": None})
+
+
+@lie("05", "fused", notebook=True)
+def chapter_5_takes_fused_sgd(text: str) -> str:
+    """Chapter 5's script takes a fused SGD with momentum, whose first step may be skipped."""
+    return swap(
+        text,
+        "optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)",
+        "optimizer = torch.optim.SGD(model.parameters(), lr=10 * lr, momentum=0.9, fused=True)",
+    )
+
+
+@lie("05", "skipped first step", module="torch.optim.sgd")
+def fused_sgd_begins_with_zeros(module: Any) -> None:
+    """The fused SGD begins with a momentum of zeros, even if its first step is skipped."""
+
+    @instead_of(module, "_fused_sgd")
+    def fused_sgd(original: Any, parameters: Any, gradients: Any, momenta: Any, *inputs: Any, **keywords: Any) -> Any:
+        for index, momentum in enumerate(momenta):
+            if momentum is None:
+                momenta[index] = module.torch.zeros_like(gradients[index])
+        return original(parameters, gradients, momenta, *inputs, **keywords)
+
+
+@lie("05", "skipped", notebook=True)
+def chapter_5_counts_no_skips(text: str) -> str:
+    """Chapter 5's loop does not count the steps that it skips."""
+    return swap(text, "skipped += ~norm.isfinite()", "skipped += 0")
+
+
+@lie("05", "state", module=SCALER)
+def the_scalers_state_has_no_count(module: Any) -> None:
+    """The state of a `GradScaler` says that the scale has just changed, however many good steps there were."""
+
+    @instead_of(module.GradScaler, "state_dict")
+    def state_dict(original: Any, self: Any) -> dict[str, Any]:
+        return original(self) | {"_growth_tracker": 0}
