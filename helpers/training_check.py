@@ -1876,14 +1876,14 @@ def flat(state: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
 class CommunicationObserver:
     """Notes whether the script's own code sends tensors, large as gradients or small as metrics."""
 
-    # The names of all collectives, as methods of a process group and as functional collectives:
-    METHODS = (
+    # The names of all collectives, as methods of dist.ProcessGroup and as functions of _functional_collectives:
+    COLLECTIVE_METHODS = (
         "allreduce allreduce_coalesced broadcast reduce scatter gather gather_single allgather allgather_coalesced "
         "_allgather_base all_gather_single all_gather_single_coalesced allgather_into_tensor_coalesced reduce_scatter "
         "_reduce_scatter_base reduce_scatter_single reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced "
         "alltoall alltoall_base all_to_all_single send recv recv_anysource"
     ).split()
-    FUNCTIONAL = (
+    FUNCTIONAL_COLLECTIVES = (
         "broadcast all_reduce all_gather_single all_gather_single_autograd reduce_scatter_single all_gather_tensor "
         "reduce_scatter_single_autograd all_gather_tensor_autograd reduce_scatter_tensor all_to_all_single "
         "reduce_scatter_tensor_autograd all_reduce_coalesced all_to_all_single_autograd permute_tensor "
@@ -1901,29 +1901,36 @@ class CommunicationObserver:
         "distributed/tensor/",
     )
 
-    def __init__(self, record: Record, patches: Patches, sent: Callable[[], None]) -> None:
-        """Let ``note`` be called before every collective, with the tensors that it sends.
+    def __init__(self, record: Record, patches: Patches, when_script_sends: Callable[[], None]) -> None:
+        """From now on, observe each collective of this rank, such as ``dist.all_reduce(loss)``.
 
-        ``record`` gets what ``note`` sees. ``sent`` is called at each collective that the script's own code calls.
+        ``patches`` replaces torch's collectives by functions that first call a method of this observer, with the
+        arguments of the collective. If the script's own code has called the collective, and not a part of torch such as
+        DDP, the observer writes the sizes of the tensors into ``record``, and calls ``when_script_sends()``.
         """
         self.record = record
-        self.sent = sent
+        self.when_script_sends = when_script_sends
         self.addresses: set[int] = set()  # where the tensors that were sent since the last step begin in memory
-        for name in self.METHODS:
-            if hasattr(dist.ProcessGroup, name):  # not every version has all of them
-                patches.before(dist.ProcessGroup, name, self.send)
-        functional = sys.modules["torch.distributed._functional_collectives"]
-        for name in self.FUNCTIONAL:
-            if hasattr(functional, name):
-                patches.before(functional, name, self.send_functional)
 
-    def send(self, group: Any, *args: Any, **kwargs: Any) -> None:
-        """Before a collective of a process group, which are its methods. Alone in a group, a rank sends nothing."""
-        if group.size() > 1:
+        # Functions such as dist.all_reduce call a method of the process group, here ProcessGroup.allreduce.
+        for method_name in self.COLLECTIVE_METHODS:
+            if hasattr(dist.ProcessGroup, method_name):  # not every version of torch has all of them
+                patches.before(dist.ProcessGroup, method_name, self.before_group_collective)
+
+        # Functional collectives, which return their result as a new tensor, do not call these methods.
+        functional_collectives = sys.modules["torch.distributed._functional_collectives"]
+        for function_name in self.FUNCTIONAL_COLLECTIVES:
+            if hasattr(functional_collectives, function_name):
+                patches.before(functional_collectives, function_name, self.before_functional_collective)
+
+    def before_group_collective(self, group: Any, *args: Any, **kwargs: Any) -> None:
+        """Observe a collective of a process group, whose method is about to be called with these arguments."""
+        sends_something = group.size() > 1  # not if this rank is alone in the group
+        if sends_something:
             self.note(list(tensors_in([args, kwargs])))
 
-    def send_functional(self, *args: Any, **kwargs: Any) -> None:
-        """Before a functional collective. It goes past the methods of a process group."""
+    def before_functional_collective(self, *args: Any, **kwargs: Any) -> None:
+        """Observe a functional collective, which is about to be called with these arguments."""
         self.note(list(tensors_in([args, kwargs])))
 
     def note(self, tensors: list[torch.Tensor]) -> None:
@@ -1943,7 +1950,7 @@ class CommunicationObserver:
                 self.record.sent_large = True
             if len(self.addresses) < MOST_ADDRESSES:
                 self.addresses.add(local_part(tensor).data_ptr())
-        self.sent()
+        self.when_script_sends()
 
 
 # --- observing models, and the whole training -------------------------------------------------------------------------
@@ -2036,7 +2043,7 @@ class TrainingObserver:
         self.loaders = LoaderObserver(self.record, patches)
         self.scalers = ScalerObserver(self.record, patches)
         self.states = StateObserver(self.record, patches, steps_made=lambda: len(self.record.steps))
-        self.communication = CommunicationObserver(self.record, patches, sent=self.communicated)
+        self.communication = CommunicationObserver(self.record, patches, when_script_sends=self.communicated)
         self.wrap_module_calls()
         patches.around(torch.autograd, "backward", self.run_backward)
         patches.around(torch.autograd, "grad", self.run_backward)

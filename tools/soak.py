@@ -351,7 +351,7 @@ class Start:
     """What came of one start of a job, until it ended or a rank of it was killed."""
 
     was_killed: bool
-    origin: int  # the step of the checkpoint from which it went on; 0 if it began anew
+    checkpoint_step: int  # the step of the checkpoint from which it went on; 0 if it began anew
     steps: dict[int, Step]  # {number of a step: what it printed} of the steps that it trained itself
     has_result: bool  # whether it trained to the end, and printed its result
 
@@ -427,14 +427,14 @@ class Meshes:
         """Wait until the job that was started has ended, and read what it printed."""
         self.agent.end()
         text = "\n".join(self.agent.lines)
-        origin = 0
+        checkpoint_step = 0
         checkpoint = re.search(r"going on from step_(\d+)", text)
         if checkpoint is not None:
-            origin = int(checkpoint[1])
+            checkpoint_step = int(checkpoint[1])
         steps = {}
         for number, loss, norm in re.findall(r"^step (\d+): loss (\S+), norm (\S+)$", text, re.MULTILINE):
             steps[int(number)] = Step(float(loss), float(norm))
-        return Start(was_killed, origin, steps, has_result=self.agent.printed("result "))
+        return Start(was_killed, checkpoint_step, steps, has_result=self.agent.printed("result "))
 
     def kill_one(self, folder: Path) -> bool:
         """Kill a rank at a random moment of a random phase; return False if the job ended before that moment.
@@ -467,16 +467,18 @@ class Meshes:
         After ``max_kills`` kills the next start is left alone. ``folder`` is for the checkpoints. Returns the number of
         kills. Raises Failure if a step or a checkpoint was lost.
         """
-        kept_steps: dict[int, Step] = {}  # the steps that are in the weights with which the job goes on
+        kept_steps: dict[int, Step] = {}  # the steps that are in the weights with which the job goes on, by number
         folder.mkdir()
         kills = 0
         has_result = False
         while not has_result:
+            # `start` says from which checkpoint the job went on, which steps it then trained, whether a rank was killed
+            # meanwhile, and whether the job came to its result.
             start = self.start_and_kill(folder, may_kill=kills < max_kills)
             if start.was_killed:
                 kills += 1
-            # Steps after the checkpoint from which this start went on were lost with the kill, and are trained again.
-            kept_steps = {number: step for number, step in kept_steps.items() if number <= start.origin}
+            # The kill before this start lost the steps that were trained after the checkpoint. They are trained again.
+            kept_steps = {number: step for number, step in kept_steps.items() if number <= start.checkpoint_step}
             kept_steps |= start.steps
             has_result = start.has_result
 
@@ -501,8 +503,10 @@ class Meshes:
 
         if not start.has_result and not was_killed:
             raise Failure("it ended by itself, without a result")
-        if start.origin != newest_before:
-            raise Failure(f"it went on from step {start.origin}, and its newest checkpoint was of step {newest_before}")
+        if start.checkpoint_step != newest_before:
+            raise Failure(
+                f"it went on from step {start.checkpoint_step}, and its newest checkpoint was of step {newest_before}"
+            )
         if newest_after < newest_at_kill:
             raise Failure(f"the checkpoint of step {newest_at_kill} is lost: the newest one is now {newest_after}")
         return start

@@ -88,29 +88,41 @@ def has_figure(cell: nodes.Element) -> bool:
 def shown_lines(source: str) -> int:
     """How many lines of a cell's code the page shows, counted from its first line. The others go into a closed box.
 
-    The box has the checks at the end of the cell: all from the first assert or print on that comes after the last
-    function and class. It also has the lines before the checks that do not fit on a screen.
+    For example, 2 of these lines. The others are checks, which a reader need not see::
+
+        def double(x):
+            return 2 * x
+        print(double(1))
+        assert double(1) == 2
+        assert double(2) == 4
+
+    The checks are all lines from the first assert or print on that comes after the last function and class. If the
+    lines before the checks do not fit on a screen, their end goes into the box too.
     """
     lines = source.splitlines()
     try:
         statements = ast.parse(source).body
     except SyntaxError:  # the cell begins with a magic, such as %%ranks
         return len(lines)
-    before_checks = statements[: start_of_checks(statements)]
-    number_shown = 0
-    if before_checks:
-        number_shown = last_line_on_the_screen(before_checks)
-    lines_of_box = [line for line in lines[number_shown:] if line]
-    if len(lines_of_box) < MIN_CLOSED_LINES:  # so few lines are not worth a box
-        return len(lines)
-    return number_shown
+    statements_before_checks = statements[: start_of_checks(statements)]
+    number_shown = 0  # if the whole cell is a check
+    if statements_before_checks:
+        number_shown = count_lines_on_screen(statements_before_checks)
+    if is_worth_a_box(lines[number_shown:]):
+        return number_shown
+    return len(lines)
 
 
-def last_line_on_the_screen(statements: Sequence[ast.stmt]) -> int:
-    """The number, counted from 1, of the line after which the page cuts a cell with these statements.
+def is_worth_a_box(lines: Sequence[str]) -> bool:
+    """Whether these lines, the end of a cell, are enough to close them. Empty lines do not count."""
+    lines_with_code = [line for line in lines if line]
+    return len(lines_with_code) >= MIN_CLOSED_LINES
 
-    As many lines are shown as fit on a screen. But a cell is cut only between statements, and a class between its
-    methods, so that no function is cut in two.
+
+def count_lines_on_screen(statements: Sequence[ast.stmt]) -> int:
+    """How many lines of a cell that begins with these statements are shown, so that they fit on a screen.
+
+    A cell is cut only between statements, and a class between its methods, so that no function is cut in two.
     """
     possible_cuts = []
     for statement in statements:

@@ -20,7 +20,7 @@ from book_measured import with_measurements
 from book_sabotage import summary_of
 from book_verified import last_run
 from front_page import minutes, with_chapters
-from hero import CHAPTER, RUNS, panel_of
+from hero import CELL_OF_MISTAKE, CHAPTER, panel_of
 from pybtex.database import BibliographyData, parse_file
 from sphinx.application import Sphinx
 
@@ -82,15 +82,18 @@ def parts_of_cell(cell: dict[str, Any], solution_number: int) -> list[str]:
     """
     source = "".join(cell["source"])
     tags = cell["metadata"].get("tags", [])
-    language = "text"
-    if "diff" in tags:
-        language = "diff"
+    language_of_outputs = "text"
+    if "diff" in tags:  # the cell prints a diff of two files, which the page shows in the colors of one
+        language_of_outputs = "diff"
     output_parts: list[str] = []
     for output in cell["outputs"]:
-        output_parts += parts_of_output(output, language)
+        output_parts += parts_of_output(output, language_of_outputs)
     has_figure = any(part.startswith("*Figure: ") for part in output_parts)
 
+    # The titles of the two boxes that the cell may have: one closes its code, and one closes what it printed.
     code_title = box_title(tags, source, hides_output=False, has_figure=has_figure, solution_number=solution_number)
+    output_title = box_title(tags, source, hides_output=True, has_figure=has_figure, solution_number=solution_number)
+
     if "hide-cell" in tags:
         return [details(code_title, fenced(source, "python"), *output_parts)]
 
@@ -102,8 +105,7 @@ def parts_of_cell(cell: dict[str, Any], solution_number: int) -> list[str]:
 
     outputs_are_closed = "hide-output" in tags
     if outputs_are_closed:
-        title = box_title(tags, source, hides_output=True, has_figure=has_figure, solution_number=solution_number)
-        output_parts = [details(title, *output_parts)]
+        output_parts = [details(output_title, *output_parts)]
 
     figure_is_open = has_figure and not outputs_are_closed
     if code_is_closed and figure_is_open:
@@ -339,8 +341,8 @@ def hero(directive: Directive) -> str:
     """The first page's moving picture, in words: a training loop with its mistake at each place, and how it ends."""
     chapter = Chapter(root_of(directive.source) / CHAPTER)
     parts = []
-    for place in RUNS:
-        panel = panel_of(chapter, place, repaired=False)
+    for place in CELL_OF_MISTAKE:
+        panel = panel_of(chapter, place, is_repaired=False)
         code = "\n".join(line.text for line in panel.lines)
         parts.append(f"**{place.capitalize()}:** {panel.frames[-1].says}")
         parts.append(fenced(code, "python"))

@@ -195,22 +195,30 @@ class Box(Admonition, SphinxDirective):
         return super().run()
 
     def text_of_measurement(self, class_name: str) -> str:
-        """What a box with a class such as ``measured-precision`` shows, as Markdown: the measurement, if there is one.
+        """The text of a box with a class such as ``measured-precision``, as Markdown: what this book has measured.
 
-        If no record has the measurement, that is the text that the page itself has in the box. Raises the directive's
-        error, which names the file and the line, if there is no measurement of this name.
+        Without such a measurement, it says so, and goes on with the text that the page has in the box. Raises the
+        directive's error, which names the page's file and line, if the class names none of the measurements.
         """
-        root = Path(self.env.srcdir)
         measurements = measurements_by_class(self.env.docname)
         if class_name not in measurements:
             raise self.error(
                 f"There is no measurement for the class {class_name}.\nTake one of: {', '.join(sorted(measurements))}"
             )
-        # Sphinx reads a page again only if one of its files has changed. The records become files of this page, so
-        # that the next build shows what has been measured in between.
-        for path in (root / FOLDER).glob("*.json"):
+        self.note_records()
+        return text_of_box(
+            root=Path(self.env.srcdir),
+            name=measurements[class_name],
+            text_without_record="\n".join(self.content),
+        )
+
+    def note_records(self) -> None:
+        """Make the records files of this page, so that the next build shows what has been measured in between.
+
+        Sphinx reads a page again only if one of its files has changed.
+        """
+        for path in Path(self.env.srcdir, FOLDER).glob("*.json"):
             self.env.note_dependency(str(path))
-        return text_of_box(root, measurements[class_name], text_without_record="\n".join(self.content))
 
 
 def with_measurements(text: str, source: Path) -> str:

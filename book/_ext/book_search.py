@@ -23,9 +23,9 @@ from helpers.export.facts import facts_at
 ERRORS = "book/error_messages.txt"
 FIRST_PAGE = "book/intro"
 # Types of nodes that add no words to an entry's text: its heading, of which the entry has a field, and what is no text.
-WITHOUT_WORDS = (nodes.title, nodes.term, nodes.raw, nodes.math_block, nodes.Invisible)
+NODES_WITHOUT_WORDS = (nodes.title, nodes.term, nodes.raw, nodes.math_block, nodes.Invisible)
 # Types of nodes whose words make one line of the text.
-ONE_LINE = (nodes.Text, nodes.paragraph, nodes.row, nodes.rubric, nodes.caption)
+NODES_OF_ONE_LINE = (nodes.Text, nodes.paragraph, nodes.row, nodes.rubric, nodes.caption)
 # Of Python, the names by which a reader would search: much of a cell is plumbing.
 NAMES = re.compile(
     r"[A-Za-z_]\w{3,}(?=\()"  # what is called, such as all_reduce(
@@ -56,10 +56,10 @@ class Passages:
 # --- what a page says -------------------------------------------------------------------------------------------------
 
 
-def is_entry(node: nodes.Node) -> bool:
-    """Whether the search finds a node of a page by itself.
+def has_own_entry(node: nodes.Node) -> bool:
+    """Whether a node of a page is one of those that the search finds by themselves, each with an Entry of its own.
 
-    It does so for a section, a term of the glossary, and a work in the list of references (a citation).
+    They are the sections, the terms of the glossary, and the works in the list of references (citations).
     """
     if isinstance(node, nodes.definition_list_item):
         term = node[0]
@@ -82,7 +82,7 @@ def words_of(node: nodes.Node) -> str:
         return re.sub(r"\s+", " ", node)
     if isinstance(node, nodes.math):
         return "…"
-    if isinstance(node, WITHOUT_WORDS):
+    if isinstance(node, NODES_WITHOUT_WORDS):
         return ""
     separator = ""
     if isinstance(node, nodes.row):
@@ -137,47 +137,63 @@ def collect(node: nodes.Element, scripts: Path, passages: Passages) -> None:
     ``scripts`` is the folder of the chapters' scripts.
     """
     for child in node.children:
-        if is_entry(child) or is_table_of_lies(child):
+        if has_own_entry(child):
+            continue
+        if is_table_of_lies(child):  # a page long, and the chapters say better what its words are about
             continue
         if isinstance(child, nodes.literal_block):
             collect_listing(child, scripts, passages)
-        elif isinstance(child, ONE_LINE):  # a paragraph, a row of a table
+        elif isinstance(child, NODES_OF_ONE_LINE):  # such as a paragraph, or a row of a table
             passages.text.append(words_of(child))
-        elif isinstance(child, nodes.Element) and not isinstance(child, WITHOUT_WORDS):
-            collect(child, scripts, passages)
+        elif isinstance(child, nodes.Element) and not isinstance(child, NODES_WITHOUT_WORDS):
+            collect(child, scripts, passages)  # such as a list, whose items have the paragraphs
 
 
 def entries(
-    node: nodes.Element, page: str, scripts: Path, errors: Mapping[str, list[str]], above: Sequence[str] = ()
+    node: nodes.Element, page: str, scripts: Path, errors: Mapping[str, list[str]], headings_above: Sequence[str] = ()
 ) -> Iterator[Entry]:
-    """Yield an entry of the search for each section, and each term of the glossary, below a node of a page.
+    """Yield an Entry of the search for each section, term of the glossary and cited work that is inside ``node``.
 
-    ``node`` is the page itself, or a part of it, and ``page`` is its name. ``scripts`` is the folder of the chapters'
-    scripts. ``errors`` are the error messages that a section explains, {"page#anchor": messages}. ``above`` are the
-    headings of the sections that contain ``node``, from the page's title on.
+    ``node`` is a page, or a part of it. ``headings_above`` are the headings of the sections around it, from the page's
+    title on. The other arguments are those of ``entry_of``.
     """
     for child in node.children:
         if not isinstance(child, nodes.Element):
             continue
-        headings = list(above)
-        if is_entry(child):
-            heading = child[0]  # the title of a section, or a term
-            headings.append("".join(words_of(part) for part in heading.children).strip())
-            # The ids that links lead to belong to the section, but in the glossary to the term.
-            ids = child["ids"] or heading["ids"]
-            anchor = ids[0]
-            passages = Passages()
-            collect(child, scripts, passages)
-            yield Entry(
-                page=page,
-                anchor=anchor,
-                headings=headings,
-                text=joined(passages.text),
-                code=joined(passages.code),
-                errors=errors.get(f"{page}#{anchor}", []),
-            )
+        headings = headings_above
+        if has_own_entry(child):
+            entry = entry_of(child, page, scripts, errors, headings_above)
+            yield entry
+            headings = entry.headings
         # A section or any other node may contain further sections.
         yield from entries(child, page, scripts, errors, headings)
+
+
+def entry_of(
+    node: nodes.Element, page: str, scripts: Path, errors: Mapping[str, list[str]], headings_above: Sequence[str]
+) -> Entry:
+    """The Entry of a section, a term of the glossary or a cited work, without the sections and terms inside it.
+
+    ``page`` is the name of its page, such as ``notebooks/04_ddp``, and ``headings_above`` are the headings around it.
+    ``scripts`` is the folder of the chapters' scripts, whose code is not searched. ``errors`` are the error messages
+    that a section explains: {"page#anchor": messages}.
+    """
+    heading = node[0]  # the title of a section, or a term
+    heading_text = "".join(words_of(part) for part in heading.children).strip()
+    if node["ids"]:
+        anchor = node["ids"][0]
+    else:  # in the glossary, links lead to the term
+        anchor = heading["ids"][0]
+    passages = Passages()
+    collect(node, scripts, passages)
+    return Entry(
+        page=page,
+        anchor=anchor,
+        headings=[*headings_above, heading_text],
+        text=joined(passages.text),
+        code=joined(passages.code),
+        errors=errors.get(f"{page}#{anchor}", []),
+    )
 
 
 def joined(passages: list[str]) -> str:

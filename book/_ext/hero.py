@@ -10,6 +10,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from helpers.figures.drawing import rank_color
 CHAPTER = "notebooks/00_first_run.ipynb"
 LOOP_CELL = "by-hand"  # defines train_by_hand
 REPAIR_CELL = "repair"  # runs it with each place repaired
-RUNS = {  # place of the mistake: the cell that runs it
+CELL_OF_MISTAKE = {  # place of the mistake: the cell that runs the loop with the mistake there
     "before the loop": "break",
     "in the loop": "break-loop",
     "after the loop": "break-end",
@@ -37,11 +38,21 @@ RUNS = {  # place of the mistake: the cell that runs it
 RANKS = range(4)
 TEMPLATES = Path(__file__).parents[1] / "_templates"
 
-ENDINGS = {  # how the walk ends, which hero.css knows too: what the picture says
-    "hang": "All four ranks wait for each other, for ever.",
-    "wrong": "The sums should be SUMS. There is no error until the other ranks have ended.",
-    "lost": "The other ranks have ended, so rank 0 loses its connection.",
-    "right": "Fixed: every rank makes the call, and the sums are right.",
+
+class Ending(StrEnum):
+    """How the ranks' walk through the loop ends. hero.css has a look for each of these words."""
+
+    HANG = "hang"  # all ranks wait, in different collectives
+    WRONG = "wrong"  # before some ranks ended, and the others lost them, a collective added up different tensors
+    LOST = "lost"  # some ranks have ended, and the others wait for them in a collective
+    RIGHT = "right"  # all ranks have ended
+
+
+LAST_SENTENCE = {  # what the picture says at the end; {sums} are the sums that would be right
+    Ending.HANG: "All four ranks wait for each other, for ever.",
+    Ending.WRONG: "The sums should be {sums}. There is no error until the other ranks have ended.",
+    Ending.LOST: "The other ranks have ended, so rank 0 loses its connection.",
+    Ending.RIGHT: "Fixed: every rank makes the call, and the sums are right.",
 }
 # The line that begins the mistake at a place, and a call of a collective with the tensor that it is given.
 MISTAKE = re.compile(r'if place == "(?P<place>.*)" and rank in callers:')
@@ -63,7 +74,7 @@ class Frame:
 
     at: list[int]  # the number of the line, from 0, at which each rank is
     says: str = ""  # the sentence below the picture
-    mood: str = ""  # "", "meet", "mixed"; in the last frame one of ENDINGS
+    mood: str = ""  # "", "meet", "mixed"; in the last frame an Ending
 
 
 @dataclass
@@ -120,9 +131,9 @@ class Panel:
     output: str  # as stored in the chapter
 
     @property
-    def ending(self) -> str:
-        """How the walk ends, as a key of ENDINGS."""
-        return self.frames[-1].mood
+    def ending(self) -> Ending:
+        """How the walk ends."""
+        return Ending(self.frames[-1].mood)
 
     @property
     def last_lines(self) -> list[str]:
@@ -160,7 +171,7 @@ class Panel:
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
 
-def lines_of(source: str, place: str, repaired: bool) -> list[Line]:
+def lines_of(source: str, mistake_place: str, is_repaired: bool) -> list[Line]:
     """The lines of code that the animation on the book's first page shows, with their syntax highlighted.
 
     In the animation, four ranks go through a training loop of chapter 0, the function ``train_by_hand``. ``source`` is
@@ -169,15 +180,15 @@ def lines_of(source: str, place: str, repaired: bool) -> list[Line]:
         if place == "in the loop" and rank in callers:
             dist.all_reduce(loss)
 
-    The animation shows only the mistake at ``place``, as ``if rank == 0:`` with the call below it. If ``repaired``, it
-    shows the call alone, which every rank then makes.
+    The animation shows only the mistake at ``mistake_place``, as ``if rank == 0:`` with the call below it. If
+    ``is_repaired``, it shows the call alone, which every rank then makes.
     """
     function = ast.parse(source).body[-1]
     assert isinstance(function, ast.FunctionDef)
     # Not shown are the docstring, ``rank = dist.get_rank()`` and ``weight = torch.tensor(0.0)`` at the top, and the
     # statement at the end, which is a ``return``.
     shown_statements = function.body[3:-1]
-    lines = list(lines_of_statements(shown_statements, source.splitlines(), place, repaired))
+    lines = list(lines_of_statements(shown_statements, source.splitlines(), mistake_place, is_repaired))
 
     # All lines are highlighted together, because the color of a word may depend on the lines above it.
     code = "\n".join(line.text for line in lines)
@@ -190,45 +201,50 @@ def lines_of(source: str, place: str, repaired: bool) -> list[Line]:
 def lines_of_statements(
     statements: list[ast.stmt],
     source_lines: list[str],
-    place: str,
-    repaired: bool,
+    mistake_place: str,
+    is_repaired: bool,
     indent: str = "",
-    is_marked: bool = False,
 ) -> Iterator[Line]:
     """Yield the lines that the first page's animation shows of these statements, and of those inside them.
 
-    The statements are those of ``train_by_hand``, which has the same mistake at three places. Each is an ``if`` that
-    only some ranks enter, with a call that all ranks should make::
+    The statements are those of ``train_by_hand``, which has the same mistake at three places. The animation shows one
+    of them. If ``mistake_place`` is "in the loop", it shows of these lines::
 
-        for step in range(2):                           # shown as it is
-            if place == "before" and rank in callers:   # left out if ``place`` is "in the loop"
-                dist.all_reduce(loss)                   # left out, too
-            if place == "in the loop" and rank in callers:  # shown as "if rank == 0:", or not at all if ``repaired``
-                dist.all_reduce(loss)                   # shown, and marked as part of the mistake
+        for step in range(2):                               # shown as it is
+            if place == "in the loop" and rank in callers:  # shown as `lines_of_mistake` says
+                dist.all_reduce(loss)
+        if place == "after the loop" and rank in callers:   # left out
+            dist.all_reduce(loss)                           # left out, too
 
-    ``source_lines`` are all lines of the function, without the statements' own indentation being used: each line that
-    is yielded begins with ``indent``. ``is_marked`` says that the statements are inside the mistake.
+    ``source_lines`` are all lines of the function. ``indent`` is what the lines that are yielded begin with.
     """
     for statement in statements:
         first_line = source_lines[statement.lineno - 1].strip()
         mistake = MISTAKE.match(first_line)
         if mistake is None:
-            yield Line(indent + first_line, is_marked)
+            yield Line(indent + first_line, is_marked=False)
             if isinstance(statement, ast.For):
-                yield from lines_of_statements(statement.body, source_lines, place, repaired, indent + "    ")
-            continue
+                yield from lines_of_statements(
+                    statement.body, source_lines, mistake_place, is_repaired, indent=indent + "    "
+                )
+        elif mistake["place"] == mistake_place:
+            assert isinstance(statement, ast.If)
+            yield from lines_of_mistake(statement, source_lines, is_repaired, indent)
 
-        if mistake["place"] != place:
-            continue
-        assert isinstance(statement, ast.If)
-        if repaired:
-            indent_of_call = indent  # the call takes the place of the `if`
-        else:
-            yield Line(f"{indent}if rank == 0:", is_marked=True)
-            indent_of_call = indent + "    "
-        yield from lines_of_statements(
-            statement.body, source_lines, place, repaired, indent=indent_of_call, is_marked=True
-        )
+
+def lines_of_mistake(mistake: ast.If, source_lines: list[str], is_repaired: bool, indent: str) -> Iterator[Line]:
+    """Yield the lines that the first page's animation shows of the mistake, marked as belonging to it.
+
+    The mistake is an ``if`` that only some ranks enter, with calls that all ranks should make. It is shown as
+    ``if rank == 0:`` with these calls below it. If ``is_repaired``, only the calls are shown.
+    """
+    indent_of_calls = indent
+    if not is_repaired:
+        yield Line(f"{indent}if rank == 0:", is_marked=True)
+        indent_of_calls = indent + "    "
+    for call in mistake.body:  # each is on one line, such as ``dist.all_reduce(loss)``
+        code = source_lines[call.lineno - 1].strip()
+        yield Line(indent_of_calls + code, is_marked=True)
 
 
 def executed_lines(statements: list[ast.stmt], rank: int) -> Iterator[int]:
@@ -257,8 +273,9 @@ def walk(lines: list[str], output: str) -> list[Frame]:
 
     A rank that comes to a collective, such as ``dist.all_reduce(loss)``, waits there until every other rank has come to
     one. As in gloo, these calls then belong together, also if the ranks call them with different tensors. The
-    simulation ends when all ranks have ended, or when those that wait can never go on. ``output`` is what the chapter
-    printed when it ran this code: the frames quote numbers of it.
+    simulation ends when all ranks have ended, or when those that wait can never go on. The last frame has the Ending as
+    its mood, and no sentence yet. ``output`` is what the chapter printed when it ran this code: the other frames quote
+    numbers of it.
     """
     statements = ast.parse("\n".join(lines)).body
     walkers = [Walker(lines, path=[*executed_lines(statements, rank), len(lines)]) for rank in RANKS]
@@ -276,9 +293,8 @@ def walk(lines: list[str], output: str) -> list[Frame]:
             continue
 
         ending = ending_of(walkers, has_mixed_tensors)
-        if ending:
+        if ending is not None:
             frame.mood = ending
-            frame.says = ENDINGS[ending]
             return frames
 
         # All four ranks wait in the same collective, so it takes place, and they go on.
@@ -305,21 +321,25 @@ def printed_of_rank_0(tensor: str, output: str) -> str:
     return printed[1]
 
 
-def ending_of(walkers: list[Walker], has_mixed_tensors: bool) -> str:
-    """How the simulation of four ranks ends, as a key of ENDINGS such as "hang"; "" if the ranks can go on.
+def ending_of(walkers: list[Walker], has_mixed_tensors: bool) -> Ending | None:
+    """How the simulation of four ranks ends; None if the ranks can go on, because all wait in the same collective.
 
     Each rank now waits in a collective, or has ended. ``has_mixed_tensors`` says whether an earlier collective has
     added up different tensors of the ranks, which raises no error.
     """
     ended = [walker.has_ended for walker in walkers]
     if all(ended):
-        return "right"
-    if any(ended):  # the others wait for ranks that have ended
-        return "wrong" if has_mixed_tensors else "lost"
+        return Ending.RIGHT
+    if any(ended):
+        # The others wait for ranks that have ended, and lose their connections to them. If a collective has added up
+        # different tensors before, the picture tells of the wrong sums instead.
+        if has_mixed_tensors:
+            return Ending.WRONG
+        return Ending.LOST
     names_of_calls = {walker.call["name"] for walker in walkers if walker.call is not None}
     if len(names_of_calls) > 1:  # such as an all_reduce and a broadcast, which wait for each other
-        return "hang"
-    return ""
+        return Ending.HANG
+    return None
 
 
 def output_of_repair(chapter: Chapter, place: str) -> str:
@@ -348,26 +368,32 @@ def right_sums(chapter: Chapter, place: str) -> str:
     return f"{', '.join(sums[:-1])} and {sums[-1]}"
 
 
-def panel_of(chapter: Chapter, place: str, repaired: bool) -> Panel:
+def panel_of(chapter: Chapter, mistake_place: str, is_repaired: bool) -> Panel:
     """One panel of the first page's animation: four ranks in a training loop with a mistake, or with it repaired.
 
-    ``chapter`` has the loop and its stored outputs, and ``place`` says where in the loop the mistake is, such as "in
-    the loop". Raises ExtensionError if the simulated ranks end at other lines than those that were really run.
+    ``chapter`` has the loop and its stored outputs. ``mistake_place`` says where the mistake is: "before the loop", "in
+    the loop" or "after the loop". Raises ExtensionError if the ranks of the animation end at other lines than those
+    that were really run.
     """
-    if repaired:
-        output = output_of_repair(chapter, place)
+    if is_repaired:
+        output = output_of_repair(chapter, mistake_place)
     else:
-        output = chapter.output(RUNS[place])
-    lines = lines_of(chapter.source(LOOP_CELL), place, repaired)
+        cell = CELL_OF_MISTAKE[mistake_place]  # the cell of the chapter that runs the loop with this mistake
+        output = chapter.output(cell)
+    lines = lines_of(chapter.source(LOOP_CELL), mistake_place, is_repaired)
+
+    # `walk` simulates how the ranks execute these lines. A frame is one moment of it: the line at which each rank is, a
+    # sentence about what happens, and a mood. The mood of the last frame says how it ends, such as Ending.HANG.
     frames = walk([line.text for line in lines], output)
-    # One sentence of ENDINGS has the placeholder SUMS, for the sums that the ranks should have got.
-    frames[-1].says = frames[-1].says.replace("SUMS", right_sums(chapter, place))
+    last_frame = frames[-1]
+    sentence = LAST_SENTENCE[Ending(last_frame.mood)]
+    last_frame.says = sentence.format(sums=right_sums(chapter, mistake_place))
 
     # hero.js finds a panel by the numbers of the two choices above it: where the mistake is, and who makes the call.
-    number_of_place = list(RUNS).index(place)
-    name = f"{number_of_place}-{int(repaired)}"
-    panel = Panel(name, repaired, lines, frames, output)
-    check_last_lines(panel, place)
+    number_of_place = list(CELL_OF_MISTAKE).index(mistake_place)
+    name = f"{number_of_place}-{int(is_repaired)}"
+    panel = Panel(name, is_repaired, lines, frames, output)
+    check_last_lines(panel, mistake_place)
     return panel
 
 
@@ -376,7 +402,7 @@ def check_last_lines(panel: Panel, place: str) -> None:
     stored_lines = last_lines_in(panel.output)
     if panel.last_lines != stored_lines:
         raise ExtensionError(
-            f"The first page's picture of the mistake {place} ends with {panel.ending!r}, {panel.last_lines}. "
+            f"The first page's picture of the mistake {place} ends with '{panel.ending}', {panel.last_lines}. "
             f"The stored output of {CHAPTER} says {stored_lines}:\n{panel.output}"
         )
 
@@ -403,10 +429,12 @@ def last_lines_in(output: str) -> list[str]:
 
 def picture(chapter: Chapter) -> str:
     """The picture as HTML: for each place a panel with the mistake, and one with the repair."""
-    panels = [panel_of(chapter, place, repaired) for place in RUNS for repaired in (False, True)]
+    panels = [panel_of(chapter, place, is_repaired) for place in CELL_OF_MISTAKE for is_repaired in (False, True)]
     templates = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True)
     templates.policies["json.dumps_kwargs"] = {"default": vars}  # a frame is written as its fields
-    return templates.get_template("hero.html").render(places=list(RUNS), panels=panels, rank_color=rank_color)
+    return templates.get_template("hero.html").render(
+        places=list(CELL_OF_MISTAKE), panels=panels, rank_color=rank_color
+    )
 
 
 class Hero(SphinxDirective):

@@ -40,14 +40,15 @@ def run_rank(launched: LaunchedRank, backend: str | None = None, timeout: float 
 
     ``launched`` says what the launcher has told this rank. ``backend`` is "gloo" to leave the GPUs out. ``timeout`` is
     for how many seconds a rank waits for another one. Returns the exit status: 1 for a problem, or if this rank could
-    not take part.
+    not take part. Under torchrun only one rank of each host returns 1 for a problem.
     """
-    # With it a collective that times out raises an error. Without it NCCL's watchdog would end the process.
+    # With this variable a collective that times out raises an error. Without it NCCL's watchdog would end the process.
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     try:
         store = open_store(launched, timeout)
         membership = Membership(store, launched.rank, launched.world_size, timeout)
-        with kept_store(membership, launched):
+        # Rank 0 may serve the store in its own process. This context keeps it alive while other ranks use the store.
+        with store_for_all(membership, launched):
             has_problems = print_report(membership, launched, backend, plan)
     except MembershipError as error:
         return refuse(launched, str(error))
@@ -58,14 +59,22 @@ def run_rank(launched: LaunchedRank, backend: str | None = None, timeout: float 
     if not has_problems:
         return 0
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    if not under_torchrun:
-        return 1
-    # torchrun prints a long report for each rank that fails, and stops the other ranks of its host at once. So only
-    # one rank of each host fails, and not before all ranks have ended their work.
+    if under_torchrun:
+        return fail_under_torchrun(membership, launched)
+    return 1
+
+
+def fail_under_torchrun(membership: Membership, launched: LaunchedRank) -> int:
+    """Return the exit status of this rank after a report with problems: 1 on one rank of each host, 0 on the others.
+
+    torchrun prints a long report for each rank that fails, and stops the other ranks of its host at once. So only local
+    rank 0 fails, and it first waits until the other ranks have ended their work.
+    """
     if launched.local_rank > 0:
         return 0
     wait_until_all_are_gone(membership)
-    time.sleep(0.5)  # for their processes to end, after they have said that they need the store no more
+    # A rank writes that it is gone shortly before its process ends. torchrun should not stop it in between.
+    time.sleep(0.5)
     return 1
 
 
@@ -84,10 +93,11 @@ def print_report(membership: Membership, launched: LaunchedRank, backend: str | 
 
 
 @contextlib.contextmanager
-def kept_store(membership: Membership, launched: LaunchedRank) -> Iterator[None]:
-    """A context of which no rank leaves the others without their store, which rank 0 may serve.
+def store_for_all(membership: Membership, launched: LaunchedRank) -> Iterator[None]:
+    """A context in which the ranks use their store. The rank that serves it leaves the context last.
 
-    At its end a rank writes to the store that it needs the store no more. The one that serves it waits for the others.
+    The store is gone when the process that serves it ends. So each rank that leaves the context writes to the store
+    that it needs the store no more, and the serving rank waits until all others have done so.
     """
     try:
         yield

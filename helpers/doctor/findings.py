@@ -46,9 +46,9 @@ class Findings:
 class Slowest(Generic[Key]):
     """The slowest of several: a rank or a pair of ranks, its speed, and the median of all."""
 
-    key: Key
+    key: Key  # the rank, or the pair of ranks
     speed: float
-    median: float
+    median_speed: float  # of all ranks or pairs, the slowest one too
 
 
 def slowest(speeds: Mapping[Key, float | None]) -> Slowest[Key] | None:
@@ -60,4 +60,4 @@ def slowest(speeds: Mapping[Key, float | None]) -> Slowest[Key] | None:
     if len(known) < 2:
         return None
     slowest_key = min(known, key=lambda key: known[key])
-    return Slowest(key=slowest_key, speed=known[slowest_key], median=median(known.values()))
+    return Slowest(key=slowest_key, speed=known[slowest_key], median_speed=median(known.values()))

@@ -281,7 +281,7 @@ def scarce_memory(findings: Findings) -> Iterator[Problem]:
 def slow_ranks(findings: Findings) -> Iterator[Problem]:
     """The rank that computes most slowly, if it is far slower than the median."""
     slow = slowest(findings.compute_speeds)
-    if slow is not None and slow.speed * SLOW_RANK < slow.median:
+    if slow is not None and slow.speed * SLOW_RANK < slow.median_speed:
         yield Problem(
             f"Rank {slow.key} on {findings.host(slow.key)} computes far more slowly than the others.",
             "Look for another process, for heat (nvidia-smi -q -d PERFORMANCE), or for too few cores or threads.",
@@ -299,7 +299,7 @@ def slow_links(findings: Findings) -> Iterator[Problem]:
             speeds_between_hosts[first, second] = link.speed
     for speeds in (speeds_within_hosts, speeds_between_hosts):
         slow_link = slowest(speeds)
-        if slow_link is not None and slow_link.speed * SLOW_LINK < slow_link.median:
+        if slow_link is not None and slow_link.speed * SLOW_LINK < slow_link.median_speed:
             first, second = slow_link.key
             yield Problem(
                 f"The link of ranks {first} and {second} has far less bandwidth than the others.",

@@ -155,18 +155,25 @@ def lines_about_connections(findings: Findings) -> Iterator[str]:
 def lines_about_slowest(findings: Findings) -> Iterator[str]:
     """Yields the rank that computes most slowly, and the pair of ranks whose link is slowest, compared with the median.
 
-    A line is left out where fewer than two speeds are known.
+    Such as::
+
+        slowest   rank 2 computes in 1.30 times the median
+                  ranks 0 and 3: 1.25 GB/s, the median pair 2.50
+
+    ``slowest`` returns None where fewer than two speeds are known. Then the line is left out.
     """
-    computing = slowest(findings.compute_speeds)
-    if computing is not None:
-        rank = computing.key
-        times_the_median = computing.median / computing.speed  # of the seconds, so it is the inverse of the speeds
-        yield f"slowest   rank {rank} computes in {times_the_median:.2f} times the median"
-    linked = slowest({pair: link.speed for pair, link in findings.links.items()})
-    if linked is not None:
-        first, second = linked.key
-        speeds = f"{gigabytes(linked.speed)} GB/s, the median pair {gigabytes(linked.median)}"
-        yield f"          ranks {first} and {second}: {speeds}"
+    slowest_rank = slowest(findings.compute_speeds)
+    if slowest_rank is not None:
+        # The line compares times. A rank of half the median speed needs twice the time.
+        times_the_median_time = slowest_rank.median_speed / slowest_rank.speed
+        yield f"slowest   rank {slowest_rank.key} computes in {times_the_median_time:.2f} times the median"
+
+    slowest_link = slowest({pair: link.speed for pair, link in findings.links.items()})
+    if slowest_link is not None:
+        first_rank, second_rank = slowest_link.key
+        speed = gigabytes(slowest_link.speed)
+        median_speed = gigabytes(slowest_link.median_speed)
+        yield f"          ranks {first_rank} and {second_rank}: {speed} GB/s, the median pair {median_speed}"
 
 
 def table_of_collectives(findings: Findings) -> list[str]:

@@ -36,7 +36,9 @@ COMMUNICATES = re.compile(
 )
 
 Node = TypeVar("Node", bound=ast.AST)
-Values = dict[str, list[ast.expr | None]]  # what is assigned to each name; None for what is no plain assignment
+# What is assigned to each name: {"rank": [<0>]} for ``rank = 0``, where <0> is the expression. None stands for a value
+# that no plain assignment gives, such as that of a loop's variable.
+Values = dict[str, list[ast.expr | None]]
 
 
 def check_launching(statements: list[Statement]) -> None:
@@ -186,17 +188,27 @@ def literal_int(value: ast.expr | None) -> int | None:
 
 
 def start_calls(statement: Statement, statements: list[Statement], values: Values) -> Iterator[tuple[ast.Call, Values]]:
-    """Find the calls of init_process_group in a statement. Yields each with what is assigned to each name there.
+    """Find the calls of init_process_group in one statement of a notebook. Yields each call with its Values.
 
-    If the statement defines a function, its parameters have the values with which ``statements`` call the function, and
-    its own variables those that it assigns. values: what the notebook assigns to each name.
+    Values say which expressions each name may stand for. Those of a call in a function are what the notebook assigns,
+    ``values``, and also the function's own parameters and variables. For example, the notebook has these statements::
+
+        def setup(rank):
+            backend = "gloo"
+            dist.init_process_group(backend, rank=rank)
+
+        setup(0)
+
+    For the first one, this yields its call of init_process_group with {"rank": [<0>], "backend": [<"gloo">], …}, where
+    <0> is the expression ``0``. ``statements`` are all those of the notebook, because each may call the function.
     """
     values_at_call = dict(values)
-    node = statement.node
-    if isinstance(node, ast.FunctionDef):
-        values_at_call.update(parameter_values(node, statements))
-        values_at_call.update(assigned(node.body))
-    for call in calls_in(node):
+    if isinstance(statement.node, ast.FunctionDef):
+        function = statement.node
+        # In the function, its own names hide the notebook's names that are the same.
+        values_at_call.update(parameter_values(function, statements))
+        values_at_call.update(assigned(function.body))
+    for call in calls_in(statement.node):
         if name_of(call.func) == "init_process_group":
             yield call, values_at_call
 

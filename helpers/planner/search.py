@@ -94,23 +94,27 @@ class Search:
             self.refusals[error.problem] += len(settings_to_try)
             return
         for setting in settings_to_try:
-            self.add({"batch": batch, **sizes, **setting})
+            self.try_layout({"batch": batch, **sizes, **setting})
 
-    def add(self, fields: dict[str, Any]) -> None:
-        """Try the layout with these fields: it is refused, or too large, or it fits and gets its time of a step."""
+    def try_layout(self, fields: dict[str, Any]) -> None:
+        """Try one layout, and add it to ``fits`` or to ``too_large``, or count it in ``refusals``.
+
+        ``fields`` are those of a Layout, such as {"batch": 512, "tp": 8, "pp": 1, "zero": 3, …}. A layout is refused if
+        it is impossible, and too large if its fullest rank needs more memory than a GPU has. If it fits, the seconds
+        that a step takes are predicted too.
+        """
         try:
             layout = Layout(**fields).check(self.model, self.cluster)
         except PlanError as error:
             self.refusals[error.problem] += 1
             return
-        bytes_of_kind = fullest_stage(self.model, layout, self.conventions)
-        total = bytes_of_kind.pop("total")
-        largest_kind = max(bytes_of_kind, key=lambda kind: bytes_of_kind[kind])
-        if total > self.cluster.memory:
-            self.too_large.append(Candidate(layout, total, largest_kind))
+        total_bytes, bytes_of_kind = fullest_stage(self.model, layout, self.conventions)
+        largest_kind = max(bytes_of_kind, key=lambda kind: bytes_of_kind[kind])  # such as "activations"
+        if total_bytes > self.cluster.memory:
+            self.too_large.append(Candidate(layout, total_bytes, largest_kind))
         else:
             step = step_time(self.model, layout, self.cluster, self.conventions)
-            self.fits.append(Fit(layout, total, largest_kind, step))
+            self.fits.append(Fit(layout, total_bytes, largest_kind, step))
 
     @property
     def best(self) -> Fit:
@@ -244,8 +248,8 @@ def differences(step: StepTime, best: StepTime) -> str:
     return ", ".join(texts)
 
 
-def fullest_stage(model: Model, layout: Layout, conventions: Conventions) -> dict[str, float]:
-    """{kind: bytes} of the fullest rank, with "total" as their sum.
+def fullest_stage(model: Model, layout: Layout, conventions: Conventions) -> tuple[float, dict[str, float]]:
+    """How much memory the fullest rank needs: (bytes in all, {kind: bytes}), with kinds such as "activations".
 
     To save time, only the first, second and last stage are compared, unless their numbers of layers differ.
     """
@@ -253,7 +257,9 @@ def fullest_stage(model: Model, layout: Layout, conventions: Conventions) -> dic
     if layout.uneven_stages:
         stages = list(range(layout.pp))
     memories = [stage_memory(model, layout, conventions, stage) for stage in stages]
-    return max(memories, key=lambda kinds: kinds["total"])
+    bytes_of_fullest = max(memories, key=lambda bytes_of_kind: bytes_of_kind["total"])
+    without_total = {kind: size for kind, size in bytes_of_fullest.items() if kind != "total"}
+    return bytes_of_fullest["total"], without_total
 
 
 def search(

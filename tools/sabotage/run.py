@@ -70,9 +70,8 @@ class Section:
 def run(lie: Lie, chapter: str) -> Failure | None:
     """Run a chapter with a planted bug, a lie, in a copy of the project; return its first failing cell, or None.
 
-    None says that all cells passed, so that no cell notices the bug. The bug has to be planted also in the processes
-    that the chapter starts. So environment variables, which these inherit, name the bug and the files to which they
-    write what happened.
+    None says that all cells passed, so that no cell notices the bug. A Failure of the kind "fault" says that the run
+    proves nothing: for example, the chapter did not end, or the bug was not planted.
     """
     with tempfile.TemporaryDirectory() as folder:
         project = copy_of_the_project(Path(folder, "book"))
@@ -81,16 +80,7 @@ def run(lie: Lie, chapter: str) -> Failure | None:
             notebook.write_text(lie.apply(notebook.read_text()))
         failure_file = Path(folder, "failure.json")
         applied_file = Path(folder, "applied")
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(HERE / "load"), str(project)]),
-            "TMPDIR": folder,
-            # load/sitecustomize.py applies the lie in each process that imports its module, and then makes this file.
-            "WORLD_SIZE_ONE_LIE": lie.name,
-            "WORLD_SIZE_ONE_APPLIED": str(applied_file),
-            # load/first_failure.py, a plugin of pytest, writes the first failing cell to this file.
-            "WORLD_SIZE_ONE_FAILURE": str(failure_file),
-        }
+        environment = environment_of_run(lie, project, folder, failure_file, applied_file)
         try:
             pytest = run_pytest(f"notebooks/{notebook.name}", project, environment)
         except subprocess.TimeoutExpired:
@@ -105,8 +95,28 @@ def run(lie: Lie, chapter: str) -> Failure | None:
         return None
 
 
+def environment_of_run(
+    lie: Lie, project: Path, temporary_folder: str, failure_file: Path, applied_file: Path
+) -> dict[str, str]:
+    """The environment variables of a run with a planted bug, a lie.
+
+    The bug has to be planted also in the processes that the chapter starts. They inherit these variables, which name
+    the bug and the files to which they write what happened. ``project`` is the folder of the project's copy.
+    """
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(HERE / "load"), str(project)]),
+        "TMPDIR": temporary_folder,
+        # load/sitecustomize.py applies the lie in each process that imports its module, and then makes this file.
+        "WORLD_SIZE_ONE_LIE": lie.name,
+        "WORLD_SIZE_ONE_APPLIED": str(applied_file),
+        # load/first_failure.py, a plugin of pytest, writes the first failing cell to this file.
+        "WORLD_SIZE_ONE_FAILURE": str(failure_file),
+    }
+
+
 def fault(text: str) -> Failure:
-    """The failure of a run that proves nothing, without a cell."""
+    """The Failure of a run that proves nothing, with the reason. No cell of the chapter is to blame for it."""
     return Failure(cell="", kind="fault", text=text)
 
 

@@ -569,20 +569,26 @@ def rank_1_has_other_last_bits(module: Any) -> None:
 def gloo_notices_a_different_dtype(module: Any) -> None:
     """gloo refuses an `all_reduce` whose ranks have different dtypes."""
 
+    def is_call_of_the_chapter(tensor: Any, group: Any, keywords: dict[str, Any]) -> bool:
+        # The chapter adds one number of four bytes, an int32 on one rank and a float32 on another.
+        is_single_number = tensor.numel() == 1 and tensor.element_size() == 4
+        is_plain_call = group is None and not keywords
+        return is_single_number and is_plain_call
+
     @instead_of(module, "all_reduce", waits=True)
     def all_reduce(
         original: Any, tensor: Any, op: Any = module.ReduceOp.SUM, group: Any = None, **keywords: Any
     ) -> Any:
-        # The chapter's example adds one number of four bytes, an int32 on one rank and a float32 on another. Only such
-        # calls are checked, because the check is a collective too, and other calls may be made by some ranks alone.
-        is_single_number = tensor.numel() == 1 and tensor.element_size() == 4
-        is_plain_call = group is None and not keywords
-        if is_single_number and is_plain_call:
+        # The real all_reduce of gloo does not compare the ranks' dtypes. This one raises a RuntimeError if one rank
+        # gives an integer and another one a float. To know it, the ranks need a collective before their own. So only
+        # the chapter's call is checked: other calls may be made by some ranks alone, and the others would not answer.
+        if is_call_of_the_chapter(tensor, group, keywords):
             is_float = tensor.is_floating_point()
-            # After the maximum over all ranks: whether some rank has a float, and whether some rank has an integer.
-            kinds_of_all_ranks = module.torch.tensor([is_float, not is_float], dtype=module.torch.int32)
-            original(kinds_of_all_ranks, module.ReduceOp.MAX)
-            if kinds_of_all_ranks.sum() > 1:
+            float_and_integer = module.torch.tensor([is_float, not is_float], dtype=module.torch.int32)  # [1, 0]
+            # With the maximum over all ranks, this becomes [1, 1] if some rank has a float and another one an integer.
+            original(float_and_integer, module.ReduceOp.MAX)
+            some_rank_has_a_float, some_rank_has_an_integer = float_and_integer.tolist()
+            if some_rank_has_a_float and some_rank_has_an_integer:
                 raise RuntimeError("different dtypes")
         return original(tensor, op, group, **keywords)
 

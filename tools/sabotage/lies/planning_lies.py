@@ -51,8 +51,8 @@ def bfloat16_moments_take_four_bytes(module: Any) -> None:
 def the_search_fills_twice_the_memory(module: Any) -> None:
     """The search lets a layout take twice the memory of a GPU."""
 
-    @instead_of(module.Search, "add")
-    def add(original: Any, search: Any, fields: Any) -> None:
+    @instead_of(module.Search, "try_layout")
+    def try_layout(original: Any, search: Any, fields: Any) -> None:
         cluster = search.cluster
         search.cluster = dataclasses.replace(cluster, memory=2 * cluster.memory)
         original(search, fields)
