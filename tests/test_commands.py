@@ -213,7 +213,7 @@ NOT_HERE = {  # why a line cannot be run here
     "nvidia-smi nvlink -e": "asks the driver of an NVIDIA GPU",
     "dcgmi diag -r 2": "belongs to NVIDIA's DCGM, which tests GPUs",
     "dcgmi diag -r 3": "belongs to NVIDIA's DCGM, which tests GPUs",
-    """pdsh -w node[1-8] "dmesg -T | grep -E 'NVRM: Xid|Out of memory'\"""": "reads the kernel's messages of eight hosts",
+    """pdsh -w node[1-8] "dmesg -T | grep -E 'NVRM: Xid|Out of memory'\"""": "reads other hosts' kernel messages",
     "sacct -j 4711 --duplicates -X -P --format=JobID,State,Start,End,ElapsedRaw": "the tests' Slurm has no accounting",
     "scontrol update JobId=4711 ExcNodeList=node5": "names a job and a node of a cluster",
     'scontrol update NodeName=node5 State=DRAIN Reason="Xid 48 and 95, GPU 9d:00"': "names a node of a cluster",
