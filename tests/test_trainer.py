@@ -655,6 +655,25 @@ def test_a_norm_that_is_not_finite_skips_the_step_though_each_element_is(script,
     assert result == (float("inf"), True)
 
 
+def weights_are_finite_after_a_skipped_first_step(path, args):
+    """Whether the trainer's fused SGD has skipped step 1, and whether all weights are finite after step 2."""
+    torch.use_deterministic_algorithms(True)  # fills new memory with nan
+    trainer = loaded(path)
+    labels = torch.zeros(96, dtype=torch.int64)
+    training = trainer.build_training(args, CPU)
+    before = [param.detach().clone() for param in training.model.parameters()]
+    trainer.take_step(training, [(torch.full((96, 64), torch.inf), labels)], 1, args)
+    skipped = all(map(torch.equal, before, training.model.parameters()))
+    trainer.take_step(training, [(torch.ones(96, 64), labels)], 2, args)
+    return skipped, all(param.isfinite().all().item() for param in training.model.parameters())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_the_first_step_may_be_skipped(script, dtype):
+    args = settings(script, f"--dtype={dtype}")
+    assert launch(weights_are_finite_after_a_skipped_first_step, str(script), args, nproc=1) == [(True, True)]
+
+
 def test_skipped_steps_are_counted_and_leave_the_mean_loss_finite(script):
     args = settings(script, "--max-steps=15", "--log-every=5")
     [[first, second, third]] = launch(skips, str(script), args, nproc=1)
