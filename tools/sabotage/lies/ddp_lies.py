@@ -495,16 +495,6 @@ def the_fused_optimizer_never_skips(module: Any) -> None:
         return original(*inputs, **keywords | {"found_inf": None})
 
 
-@lie("05", "fused", notebook=True)
-def chapter_5_takes_fused_sgd(text: str) -> str:
-    """Chapter 5's script takes a fused SGD with momentum, whose first step may be skipped."""
-    return swap(
-        text,
-        "optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)",
-        "optimizer = torch.optim.SGD(model.parameters(), lr=10 * lr, momentum=0.9, fused=True)",
-    )
-
-
 @lie("05", "skipped first step", module="torch.optim.sgd")
 def fused_sgd_begins_with_zeros(module: Any) -> None:
     """The fused SGD begins with a momentum of zeros, even if its first step is skipped."""
