@@ -425,8 +425,8 @@ def saved_bytes_are_counted_in_float32(text: str) -> str:
     """The bytes that two models save under autocast are those in float32."""
     return swap(
         text,
-        "amp_bytes = count(9, torch.bfloat16) - count(8, torch.bfloat16)",
-        "amp_bytes = count(9, torch.float32) - count(8, torch.float32)",
+        "    amp_bytes = count(9, torch.bfloat16) - count(8, torch.bfloat16)",
+        "    amp_bytes = count(9, torch.float32) - count(8, torch.float32)",
     )
 
 
