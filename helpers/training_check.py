@@ -358,8 +358,9 @@ class Forward:
 
     model: str
     code_line: CodeLine
-    inputs: int
-    elements: int
+    inputs: int  # a checksum
+    elements: int  # numbers in the inputs
+    rows: int = 0  # samples in the inputs, see ``most_rows``
     noise: int | None = None
 
 
@@ -411,6 +412,7 @@ class Epoch:
     models: list[str] = field(default_factory=list)  # the models that got its batches while gradients were recorded
     steps: int = 0  # steps of an optimizer after a batch of this loader
     evaluated: int = 0  # batches that a model got while no gradients were recorded
+    rows: int = 0  # samples in its largest batch, see ``most_rows``
 
 
 @dataclass
@@ -810,6 +812,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif is_dataclass(value) and not isinstance(value, type):  # is_dataclass is true of the class itself as well
         for part in vars(value).values():
             yield from tensors_in(part)
+
+
+def most_rows(tensors: Sequence[torch.Tensor]) -> int:
+    """The largest first dimension among tensors, which is the number of samples if they are a batch; 0 without any."""
+    return max((tensor.shape[0] for tensor in tensors if tensor.dim() > 0), default=0)
 
 
 def random_state(device: torch.device) -> int:
@@ -1295,6 +1302,7 @@ class LoaderObserver:
                 self.noise = self.noise_of_worker(epoch)
             if len(epoch.noise) < MOST_BATCHES:
                 epoch.noise.append(self.noise)
+                epoch.rows = max(epoch.rows, most_rows(list(tensors_in(batch))))
             if iterator in self.streams:
                 self.check_stream(iterator, batch, epoch)
         self.noise = 0
@@ -2236,6 +2244,7 @@ class TrainingObserver:
             code_line=user_code_line(),
             inputs=combined(checksums(inputs)),
             elements=sum(tensor.numel() for tensor in inputs),
+            rows=most_rows(inputs),
         )
         self.has_dropped = False
         device = next(model.module.parameters()).device
@@ -3374,7 +3383,8 @@ def find_same_samples(records: Sequence[Record]) -> list[Finding]:
                 code_line = source_of(pair.first, pair.first_calls[0])
                 findings.append(make_finding("same_samples", code_line, pair.ranks, sentence))
             else:
-                findings += find_same_indices(model, pair.first, pair.second)
+                rows = max((call.rows for call in pair.first_calls), default=0)
+                findings += find_same_indices(model, pair.first, pair.second, rows)
     return merged(findings)
 
 
@@ -3386,16 +3396,19 @@ def source_of(record: Record, forward: Forward) -> CodeLine:
     return forward.code_line
 
 
-def find_same_indices(model: str, first: Record, second: Record) -> list[Finding]:
+def find_same_indices(model: str, first: Record, second: Record, rows: int) -> list[Finding]:
     """Find loaders that give two ranks, which train one model, the same samples: one finding, or [].
 
     The batches may look different, because each rank augments its own samples. So the indices are compared, which the
-    sampler has given to the loader.
+    sampler has given to the loader. ``rows`` is the largest number of samples with which the model was called.
     """
     for epoch, other_epoch in pairs_of_epochs(model, first, second):
         has_same_dataset = epoch.dataset is not None and epoch.dataset == other_epoch.dataset
         is_same_loader = epoch.loader == other_epoch.loader  # the first that each rank made, or the second, …
         if not has_same_dataset or not is_same_loader:
+            continue
+        takes_a_part = rows < epoch.rows  # each rank loads the batch of all ranks, and trains on its own rows of it
+        if takes_a_part:
             continue
         may_be_chance = min(epoch.steps, other_epoch.steps) < 2 or epoch.samples < FEWEST_SAMPLES
         if may_be_chance:

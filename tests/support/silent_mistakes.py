@@ -819,6 +819,20 @@ def weights_averaged_now_and_then():
 
 
 @correct
+def a_part_of_the_batch_of_all_ranks():
+    """Each rank loads the same batches in the same order, and trains on its own rows."""
+    model = DDP(network())
+    optimizer = sgd(model)
+    generator = torch.Generator().manual_seed(3)
+    loader = DataLoader(samples(), batch_size=8, shuffle=True, generator=generator)
+    for inputs, targets in on_device(loader):
+        own_rows = slice(dist.get_rank(), None, dist.get_world_size())
+        optimizer.zero_grad()
+        F.mse_loss(model(inputs[own_rows]), targets[own_rows]).backward()
+        optimizer.step()
+
+
+@correct
 def every_argument_by_its_name():
     """The functions that the check replaces, with the names that torch gives their parameters."""
     model = DDP(network())
