@@ -143,7 +143,7 @@ def test_a_page_that_is_missing_leads_to_the_first(book):
 
 def test_how_to_run_it_names_the_repository():
     text = [(ROOT / "book" / "how_to_run.md").read_text(encoding="utf-8")]
-    assert "ADDRESS is the address" in text[0]
+    assert "in the place of ADDRESS" in text[0]
     options = {"repository_url": "https://github.com/an-owner/a.name"}
     app = SimpleNamespace(config=SimpleNamespace(html_theme_options=options))
     book_address.fill_in_address(app, "book/how_to_run", text)
