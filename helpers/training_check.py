@@ -1060,7 +1060,7 @@ class Patches:
     def around(
         self, owner: Any, name: str, method: Callable[..., Any], in_worker: Callable[..., Any] | None = None
     ) -> None:
-        """From now on, call ``method`` in the place of the function ``owner.name``, which is a class or module's.
+        """From now on, call ``method`` in the place of a function of a class or a module, ``owner.name``.
 
         After ``around(GradScaler, "step", step_scaler)``, a script's ``scaler.step(optimizer)`` is
         ``step_scaler(GradScaler.step, scaler, optimizer)``. The method calls the function that it gets, because it has
@@ -1298,9 +1298,9 @@ class LoaderObserver:
         epoch = self.epochs.get(iterator)
         self.waiting_epoch = epoch
         if epoch is not None:
-            if iterator._num_workers > 0:
-                self.noise = self.noise_of_worker(epoch)
             if len(epoch.noise) < MOST_BATCHES:
+                if iterator._num_workers > 0:
+                    self.noise = self.noise_of_worker(epoch)
                 epoch.noise.append(self.noise)
                 epoch.rows = max(epoch.rows, most_rows(list(tensors_in(batch))))
             if iterator in self.streams:
@@ -1764,33 +1764,34 @@ class StateObserver:
             return
         saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
         saved_keys = set(saved)
+        saved_tensors = {key for key, value in saved.items() if isinstance(value, TensorMetadata)}
+        asked_tensors = {key for key, value in flat(state) if isinstance(value, torch.Tensor)}
         self.find_empty_optimizers(state, saved_keys)
-        self.find_tensors_left_out(state, {key for key, value in saved.items() if isinstance(value, TensorMetadata)})
+        self.find_tensors_left_out(asked_tensors, saved_tensors)
         # Only a planner that allows a partial load lets keys be missing. Otherwise dcp.load itself raises an error.
         allows_missing_keys = getattr(kwargs.get("planner"), "allow_partial_load", False)
         if allows_missing_keys:
-            self.find_empty_load(state, saved_keys)
+            self.find_empty_load(asked_tensors, saved_keys)
 
-    def find_empty_load(self, state: dict[str, Any], saved_keys: set[str]) -> None:
+    def find_empty_load(self, asked_keys: set[str], saved_keys: set[str]) -> None:
         """Find a load that has filled nothing, because the checkpoint has none of the tensors' keys.
 
-        ``state`` is what was loaded into: nested dictionaries with tensors. ``saved_keys`` are the keys of all that the
-        checkpoint holds, such as "model.head.weight".
+        ``asked_keys`` are the keys of the tensors that were loaded into, such as "model.head.weight", and
+        ``saved_keys`` those of all that the checkpoint holds.
         """
-        asked_keys = {key for key, value in flat(state) if isinstance(value, torch.Tensor)}
         if asked_keys and asked_keys.isdisjoint(saved_keys):
             sentence = (
                 f"Not one tensor was loaded: {min(asked_keys)} was asked for, and the checkpoint has {min(saved_keys)}."
             )
             self.record.add_finding("nothing_restored", user_code_line(), sentence)
 
-    def find_tensors_left_out(self, state: dict[str, Any], saved_tensors: set[str]) -> None:
+    def find_tensors_left_out(self, asked: set[str], saved_tensors: set[str]) -> None:
         """Find parts of a load, such as "model", of which the checkpoint holds more tensors than were asked for.
 
-        Who takes weights for another head does this on purpose, so it is only a note. A part that was not asked for at
-        all, such as "optimizer", is never named.
+        Both arguments are keys of tensors, such as "model.head.weight": of those that were loaded into, and of those
+        that the checkpoint holds. Who takes weights for another head leaves some out on purpose, so it is only a note.
+        A part that was not asked for at all, such as "optimizer", is never named.
         """
-        asked = {key for key, value in flat(state) if isinstance(value, torch.Tensor)}
         asked_parts = {key.partition(".")[0] for key in asked}
         left = [key for key in saved_tensors - asked if key.partition(".")[0] in asked_parts]
         if asked & saved_tensors and left:

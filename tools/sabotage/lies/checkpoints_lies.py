@@ -5,7 +5,7 @@ import os
 from typing import Any
 from unittest import mock
 
-from sabotage.lies.telling_lies import CHECKPOINT, SCALER, instead_of, lie, nothing, replace, swap
+from sabotage.lies.telling_lies import CHECKPOINT, SCALER, call_with, instead_of, lie, nothing, replace, swap
 
 # --- Checkpoints
 
@@ -235,7 +235,4 @@ def copies_of_async_saves_are_kept(module: Any) -> None:
 @lie("10b", "prefix|_orig_mod", module="torch.distributed.checkpoint.state_dict")
 def names_keep_the_compilers_prefix(module: Any) -> None:
     """`get_model_state_dict` leaves `_orig_mod.` in the names."""
-
-    @instead_of(module, "_get_fqns")
-    def _get_fqns(original: Any, *inputs: Any, **keywords: Any) -> Any:
-        return original(*inputs, **keywords | {"skip_compiler_prefix": False})
+    call_with(module, "_get_fqns", skip_compiler_prefix=False)

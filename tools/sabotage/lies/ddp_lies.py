@@ -4,7 +4,7 @@ import contextlib
 import sys
 from typing import Any
 
-from sabotage.lies.telling_lies import DDP, SCALER, build_with, instead_of, lie, nothing, replace, swap
+from sabotage.lies.telling_lies import DDP, SCALER, build_with, call_with, instead_of, lie, nothing, replace, swap
 
 # --- DDP
 
@@ -200,10 +200,7 @@ def ddp_never_searches(module: Any) -> None:
 @lie("04b", "reentrant", module="torch.utils.checkpoint")
 def checkpointing_is_always_reentrant(module: Any) -> None:
     """`checkpoint` ignores `use_reentrant=False`."""
-
-    @instead_of(module, "checkpoint")
-    def checkpoint(original: Any, *inputs: Any, **keywords: Any) -> Any:
-        return original(*inputs, **keywords | {"use_reentrant": True})
+    call_with(module, "checkpoint", use_reentrant=True)
 
 
 @lie("04b", "float16|fp16|half", module="torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
@@ -489,10 +486,7 @@ def clip_grad_norm_does_not_clip(module: Any) -> None:
 @lie("05", "fused", module="torch.optim.adam")
 def the_fused_optimizer_never_skips(module: Any) -> None:
     """The fused AdamW takes its step even if the scaler has found a gradient that is not finite."""
-
-    @instead_of(module, "_fused_adam")
-    def fused_adam(original: Any, *inputs: Any, **keywords: Any) -> Any:
-        return original(*inputs, **keywords | {"found_inf": None})
+    call_with(module, "_fused_adam", found_inf=None)
 
 
 @lie("05", "skipped first step", module="torch.optim.sgd")

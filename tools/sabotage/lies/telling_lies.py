@@ -122,12 +122,17 @@ def instead_of(owner: Any, name: str, waits: bool = False) -> Callable[[Callable
     return replace_by
 
 
+def call_with(owner: Any, name: str, **options: Any) -> None:
+    """Make ``owner.name`` ignore what its callers choose: it always gets these keyword arguments."""
+
+    @instead_of(owner, name)
+    def call(original: Any, *inputs: Any, **keywords: Any) -> Any:
+        return original(*inputs, **keywords | options)
+
+
 def build_with(kind: Any, **options: Any) -> None:
     """Make a class ignore what its callers choose: its constructor always gets these keyword arguments."""
-
-    @instead_of(kind, "__init__")
-    def __init__(original: Any, self: Any, *inputs: Any, **keywords: Any) -> None:
-        original(self, *inputs, **keywords | options)
+    call_with(kind, "__init__", **options)
 
 
 def nothing(*inputs: Any, **keywords: Any) -> None:
