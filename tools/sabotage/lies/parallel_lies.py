@@ -272,14 +272,14 @@ def zigzag_is_not_mirrored(text: str) -> str:
 @lie("09", "float32|bfloat16", notebook=True)
 def the_ring_adds_up_in_the_dtype_of_its_queries(text: str) -> str:
     """The ring keeps its sums in the dtype of the queries, and not in float32."""
-    return swap(text, "torch.zeros_like(query, dtype=torch.float32)", "torch.zeros_like(query)")
+    return swap(text, "    out = torch.zeros_like(query, dtype=torch.float32)", "    out = torch.zeros_like(query)")
 
 
 @lie("09", "grouped|heads", notebook=True)
 def ulysses_copies_keys_before_it_sends_them(text: str) -> str:
     """With grouped queries Ulysses sends a copy of the keys and values for each head of queries."""
     copies = "(each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))"
-    return swap(text, "for x in (query, key, value))", f"for x in (query, *{copies}))")
+    return swap(text, "group) for x in (query, key, value))", f"group) for x in (query, *{copies}))")
 
 
 @lie("09", "heads", notebook=True)
