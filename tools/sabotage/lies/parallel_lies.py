@@ -395,7 +395,11 @@ def each_rank_updates_its_own_expert_bias(text: str) -> str:
 @lie("09c", "router|float32|bfloat16", notebook=True)
 def the_router_computes_in_bfloat16(text: str) -> str:
     """Under autocast the router computes in bfloat16, like the rest of the model."""
-    return swap(text, "with torch.autocast(x.device.type, enabled=False):", "with torch.autocast(x.device.type):")
+    return swap(
+        text,
+        "with torch.autocast(x.device.type, enabled=False):",
+        "with torch.autocast(x.device.type, enabled=torch.is_autocast_enabled()):",
+    )
 
 
 @lie("09c", "mesh|expert|dp", notebook=True)
