@@ -100,13 +100,31 @@ def who_called_most_is_behind(text: str) -> str:
 @lie("14b", "smallest|not called|last enqueued", notebook=True)
 def every_group_counts(text: str) -> str:
     """Of the watchdog's messages, those of every group count, and not of the group that is asked for."""
-    return swap(text, "for name, rank, number in found if name == group", "for name, rank, number in found")
+    return swap(text, "if group in groups[rank, number]:", "if True:")
+
+
+@lie("14b", "smallest|not called|last enqueued", notebook=True)
+def ranks_wait_in_the_newest_call(text: str) -> str:
+    """Of the calls that timed out, the one with the largest number is taken for the one in which all wait."""
+    return swap(text, "first = min(number for", "first = max(number for")
+
+
+@lie("14b", "[Ss]ends|numbers", notebook=True)
+def sends_and_receives_are_compared(text: str) -> str:
+    """The numbers of a pipeline's sends and receives are compared, as if all ranks made the same calls."""
+    return swap(text, "if operations & {", "if not {")
+
+
+@lie("14b", "P2P|NVLink|advice", notebook=True)
+def broken_nvlink_is_called_ordinary(text: str) -> str:
+    """NCCL's warning that GPUs joined by NVLink cannot copy gets the advice on cards that never could."""
+    return swap(text, r"disabled between connected\": \"the", r"disabled between\": \"the")
 
 
 @lie("14b", "missing|timed out|Operation timed out", notebook=True)
 def every_group_is_silent(text: str) -> str:
     """Of the lines of 2.15's `nccl`, those of every group count, so that a missing rank seems to have waited."""
-    return swap(text, "for rank, name, waited in found if name == group]", "for rank, name, waited in found]")
+    return swap(text, "if of_group == group:", "if True:")
 
 
 @lie("14b", "cannot read|refuse", notebook=True)
@@ -118,13 +136,19 @@ def what_cannot_be_read_is_explained(text: str) -> str:
 @lie("14b", "cannot read|refuse", notebook=True)
 def a_line_that_is_cut_off_does_not_count(text: str) -> str:
     """A timeout's line that cannot be read whole is passed over, among others that can."""
-    return swap(text, "if call is None or (call[1], call[2]) not in of_any_group:", "if False:")
+    return swap(text, "if call is None or call.group(1, 2) not in groups:", "if False:")
 
 
 @lie("14b", "count|RAS", notebook=True)
 def ras_names_who_is_ahead(text: str) -> str:
     """In NCCL's RAS report, the ranks that have launched the most collectives are named as late."""
-    return swap(text, "if count[kind] < most}", "if count[kind] == most}")
+    return swap(text, "if count[kind] < most:", "if count[kind] == most:")
+
+
+@lie("14b", "missing|answer|RAS", notebook=True)
+def ras_overlooks_the_dead(text: str) -> str:
+    """Of NCCL's RAS report, only ranks that answer are read, so that a dead one is not named."""
+    return swap(text, r"comm.get(\"missing_ranks\", [])", "[]")
 
 
 @lie("14b", "stack|stands|server", module="torch.distributed.debug._frontend")
