@@ -70,6 +70,32 @@ def fused_sgd_is_not_fused(module: Any) -> None:
     build_with(module.SGD, fused=False)
 
 
+@lie("14", "hook|NaN|output", notebook=True)
+def hooks_pass_over_dictionaries(text: str) -> str:
+    """The hooks that look for a NaN do not look into a module's dictionary."""
+    return swap(text, "if isinstance(value, dict):", "if False:")
+
+
+@lie("14", "together|skip|differ", notebook=True)
+def together_means_everybody(text: str) -> str:
+    """A batch is skipped only if it is an outlier on all ranks, so that nobody ever skips."""
+    return swap(
+        text, "dist.all_reduce(outlier, op=dist.ReduceOp.MAX)", "dist.all_reduce(outlier, op=dist.ReduceOp.MIN)"
+    )
+
+
+@lie("14", "HSDP|replica|drift", notebook=True)
+def replicas_of_a_mesh_are_all_ranks(text: str) -> str:
+    """Of a mesh, all ranks are compared with each other, also those that hold different shards."""
+    return swap(text, "dist.all_gather(everyone, mine, group=group)", "dist.all_gather(everyone * 2, mine)")
+
+
+@lie("14", "stand|stack", notebook=True)
+def the_commonest_stack_comes_first(text: str) -> str:
+    """Of all ranks' stacks, those that are equal come first, and the one that differs last."""
+    return swap(text, "key=lambda item: len(item[1])", "key=lambda item: -len(item[1])")
+
+
 @lie("14", "merge|lane|rank", notebook=True)
 def lanes_of_a_merged_trace_lose_their_names(text: str) -> str:
     """In the merged trace a rank's CPU and its GPU have the same name."""
