@@ -112,7 +112,7 @@ def digests_are_not_compared(module: Any) -> None:
     replace(module, "sha256", digest_in_the_manifest)
 
 
-@lie("10", "truncat|length|gone|damage", module=CHECKPOINT)
+@lie("10 16", "truncat|length|gone|damage|killed|from step", module=CHECKPOINT)
 def damaged_checkpoint_is_taken(module: Any) -> None:
     """`latest_good` takes the newest checkpoint, damaged or not."""
     replace(module, "find_latest_good", lambda folder: module.finished(folder)[-1])
