@@ -14,7 +14,6 @@ from sphinx.config import Config
 from sphinx.errors import ConfigError
 
 LOGO = "_static/favicon.svg"
-ADDRESS_PAGE = "book/how_to_run"
 BRANCH = "published"  # has main's files, and notebooks that install the helpers where they are missing
 GITHUB = re.compile(r"https://github\.com/(?P<owner>[\w.-]+)/(?P<name>[\w.-]+)")
 
@@ -112,15 +111,19 @@ def move_links_of_404(config: Config, folder: str) -> None:
 
 
 def fill_in_address(app: Sphinx, page: str, text: list[str]) -> None:
-    """Put the repository's address where one page says ADDRESS, and leave out its paragraph on what ADDRESS means.
+    """Put an address where a page says ADDRESS, and leave out the page's paragraph on what ADDRESS means.
 
-    The paragraph has the line ``{.address}`` above it. Sphinx calls this with the source of each page, which is the one
-    element of ``text``, so that it can be replaced.
+    How to run it needs the repository's address, and a citation the book's. The paragraph has the line ``{.address}``
+    above it. Sphinx calls this with the source of each page, which is the one element of ``text``, so that it can be
+    replaced.
     """
     url = app.config.html_theme_options.get("repository_url")  # add_repository has set it, if there is one
-    if page == ADDRESS_PAGE and url:
+    if not url:
+        return
+    addresses = {"book/how_to_run": url, "book/references": app.config.html_baseurl}
+    if page in addresses:
         without_explanation = re.sub(r"(?m)^\{\.address\}\n.*\n\n", "", text[0])
-        text[0] = without_explanation.replace("ADDRESS", url)
+        text[0] = without_explanation.replace("ADDRESS", addresses[page])
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
