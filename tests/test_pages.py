@@ -50,9 +50,9 @@ CLASS = "class A:\n    def f(self):\n" + "        a = 1\n" * 20 + "    def g(sel
 @pytest.mark.parametrize(
     "source, lines",
     [
-        (f"{DEFINITION}print(f(1))\nassert f(1) == 1\nassert f(2) == 2", 2),
-        (f"{DEFINITION}y = f(1)\nprint(y)\nz = f(2)\nassert z == y", 5),  # from the first print on
-        (f"{DEFINITION}print(f(1))", 5),  # too little to close
+        (f"{DEFINITION}print(f(1))\n" + "assert f(1) == 1\n" * 3, 5),
+        (f"{DEFINITION}assert f(1) == 1\nprint(f(2))\n" + "assert f(2) == 2\n" * 3, 6),  # what prints is shown
+        (f"{DEFINITION}print(f(1))\nassert f(1) == 1", 6),  # too little to close
         ("%%ranks 2\nprint(1)\nprint(2)\nprint(3)", 4),  # no Python
         ("a = 1\n" * 40, 34),
         ("def f():\n" + "    a = 1\n" * 40, 41),  # a function is not cut

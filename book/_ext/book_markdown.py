@@ -343,7 +343,13 @@ def hero(directive: Directive) -> str:
     parts = []
     for place in CELL_OF_MISTAKE:
         panel = panel_of(chapter, place, is_repaired=False)
-        code = "\n".join(line.text for line in panel.lines)
+        lines = []
+        for line in panel.lines:
+            text = line.text
+            if line.is_marked and text.endswith("if rank == 0:"):
+                text += "  # the mistake"
+            lines.append(text)
+        code = "\n".join(lines)
         parts.append(f"**{place.capitalize()}:** {panel.frames[-1].says}")
         parts.append(fenced(code, "python"))
         parts.append(fenced(panel.shown_output, "text"))
