@@ -50,9 +50,11 @@ CLASS = "class A:\n    def f(self):\n" + "        a = 1\n" * 20 + "    def g(sel
 @pytest.mark.parametrize(
     "source, lines",
     [
-        (f"{DEFINITION}print(f(1))\nassert f(1) == 1\nassert f(2) == 2", 2),
-        (f"{DEFINITION}y = f(1)\nprint(y)\nz = f(2)\nassert z == y", 5),  # from the first print on
-        (f"{DEFINITION}print(f(1))", 5),  # too little to close
+        (f"{DEFINITION}print(f(1))\nassert f(1) == 1\nassert f(2) == 2\nassert f(3) == 3", 5),
+        (f"{DEFINITION}y = f(1)\nassert y\nassert f(2)\nassert f(3)\nprint(y)", 9),  # what prints is shown
+        (f"{DEFINITION}for y in range(3):\n    print(f(y))\n    assert f(y) == y", 7),
+        (f"{DEFINITION}y = f(1)\nassert y == 1\nz = f(2)\nassert z == 2", 5),
+        (f"{DEFINITION}assert f(1) == 1", 5),  # too little to close
         ("%%ranks 2\nprint(1)\nprint(2)\nprint(3)", 4),  # no Python
         ("a = 1\n" * 40, 34),
         ("def f():\n" + "    a = 1\n" * 40, 41),  # a function is not cut

@@ -1,7 +1,7 @@
 """What a page shows of a cell: closed boxes say what is in them, and code that is wrong on purpose is marked.
 
 A cell that is closed by its tags (hide-input, hide-cell, hide-output) gets its box's title here. Of an open cell,
-the end that prints and asserts is closed too, as "How this is checked", and what is more than a screen holds.
+the asserts at its end are closed too, as "How this is checked", and what is more than a screen holds.
 The notebook, its tests and its script have the same cells as before.
 """
 
@@ -88,16 +88,18 @@ def has_figure(cell: nodes.Element) -> bool:
 def shown_lines(source: str) -> int:
     """How many lines of a cell's code the page shows, counted from its first line. The others go into a closed box.
 
-    For example, 2 of these lines. The others are checks, which a reader need not see::
+    For example, 3 of these lines. The others are checks, which a reader need not see::
 
         def double(x):
             return 2 * x
         print(double(1))
         assert double(1) == 2
         assert double(2) == 4
+        assert double(3) == 6
 
-    The checks are all lines from the first assert or print on that comes after the last function and class. If the
-    lines before the checks do not fit on a screen, their end goes into the box too.
+    The checks are all lines from the first assert on that comes after the last function and class, and after the last
+    line that prints. A reader sees each line whose output he sees. If the lines before the checks do not fit on a
+    screen, their end goes into the box too.
     """
     lines = source.splitlines()
     try:
@@ -135,17 +137,18 @@ def count_lines_on_screen(statements: Sequence[ast.stmt]) -> int:
 
 
 def start_of_checks(statements: Sequence[ast.stmt]) -> int:
-    """The index of the statement with which the checks at the end of a cell begin: the first that asserts or prints.
+    """The index of the statement with which the checks at the end of a cell begin: the first one that asserts.
 
-    Statements before the last function or class of the cell are not looked at, because they cannot be a check of it.
+    Statements up to the last function or class of the cell are not looked at, because they cannot be a check of it, and
+    neither are those up to the last one that prints, because a reader wants to see the line that printed an output.
     Returns the number of statements if there is no check.
     """
-    after_last_definition = 0
+    after_last_shown = 0
     for index, statement in enumerate(statements):
-        if is_definition(statement):
-            after_last_definition = index + 1
-    for index in range(after_last_definition, len(statements)):
-        if asserts_or_prints(statements[index]):
+        if is_definition(statement) or prints(statement):
+            after_last_shown = index + 1
+    for index in range(after_last_shown, len(statements)):
+        if asserts(statements[index]):
             return index
     return len(statements)
 
@@ -168,14 +171,15 @@ def methods_of(statement: ast.stmt) -> list[ast.stmt]:
     return []
 
 
-def asserts_or_prints(statement: ast.stmt) -> bool:
-    """Whether an assert or a print is anywhere in a statement, such as in the body of a loop."""
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Assert):
-            return True
-        if isinstance(node, ast.Name) and node.id == "print":
-            return True
-    return False
+def prints(statement: ast.stmt) -> bool:
+    """Whether a statement prints anywhere, such as in the body of a loop."""
+    names = [node.id for node in ast.walk(statement) if isinstance(node, ast.Name)]
+    return "print" in names or "print0" in names
+
+
+def asserts(statement: ast.stmt) -> bool:
+    """Whether a statement has an assert anywhere, such as in the body of a loop."""
+    return any(isinstance(node, ast.Assert) for node in ast.walk(statement))
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
