@@ -241,6 +241,12 @@ def the_average_is_the_latest(module: Any) -> None:
         return true(0.0)
 
 
+@lie("04b", "[Bb]roadcast|buffers", notebook=True)
+def the_models_buffers_are_sent_for_the_averages(text: str) -> str:
+    """Before a save, rank 0 sends the buffers of the model that trains, and not those of its average."""
+    return swap(text, "for buffer in ema.module.buffers():", "for buffer in model.module.buffers():")
+
+
 @lie("04b", "[Gg]ather|contrastive", notebook=True)
 def gathered_features_have_their_own_gradient_only(text: str) -> str:
     """The gradient of gathered features is that of this rank's loss alone."""
