@@ -1,7 +1,8 @@
 """What a page shows of a cell: closed boxes say what is in them, and code that is wrong on purpose is marked.
 
 A cell that is closed by its tags (hide-input, hide-cell, hide-output) gets its box's title here. Of an open cell,
-the asserts at its end are closed too, as "How this is checked", and what is more than a screen holds.
+the asserts at its end are closed too, as "How this is checked", and what is more than a screen holds. What prints stays
+open, so that each output has its line in view.
 The notebook, its tests and its script have the same cells as before.
 """
 
@@ -88,18 +89,16 @@ def has_figure(cell: nodes.Element) -> bool:
 def shown_lines(source: str) -> int:
     """How many lines of a cell's code the page shows, counted from its first line. The others go into a closed box.
 
-    For example, 3 of these lines. The others are checks, which a reader need not see::
+    For example, 2 of these lines. The others are checks, which a reader need not see::
 
         def double(x):
             return 2 * x
-        print(double(1))
         assert double(1) == 2
         assert double(2) == 4
         assert double(3) == 6
 
-    The checks are all lines from the first assert on that comes after the last function and class, and after the last
-    line that prints. A reader sees each line whose output he sees. If the lines before the checks do not fit on a
-    screen, their end goes into the box too.
+    The checks are the asserts at the end of a cell, after its last print. If the lines before the checks do not fit on
+    a screen, their end goes into the box too.
     """
     lines = source.splitlines()
     try:
@@ -137,18 +136,19 @@ def count_lines_on_screen(statements: Sequence[ast.stmt]) -> int:
 
 
 def start_of_checks(statements: Sequence[ast.stmt]) -> int:
-    """The index of the statement with which the checks at the end of a cell begin: the first one that asserts.
+    """The index of the statement with which the checks at the end of a cell begin: the first of its last asserts.
 
-    Statements up to the last function or class of the cell are not looked at, because they cannot be a check of it, and
-    neither are those up to the last one that prints, because a reader wants to see the line that printed an output.
-    Returns the number of statements if there is no check.
+    A reader wants to see what made the output that stands below the code. So a check comes after the last statement
+    that defines something, prints, or is the cell's value. Returns the number of statements if there is no check.
     """
     after_last_shown = 0
     for index, statement in enumerate(statements):
-        if is_definition(statement) or prints(statement):
+        if is_definition(statement) or contains_print(statement):
             after_last_shown = index + 1
+    if statements and isinstance(statements[-1], ast.Expr):
+        return len(statements)
     for index in range(after_last_shown, len(statements)):
-        if asserts(statements[index]):
+        if contains_assert(statements[index]):
             return index
     return len(statements)
 
@@ -171,15 +171,14 @@ def methods_of(statement: ast.stmt) -> list[ast.stmt]:
     return []
 
 
-def prints(statement: ast.stmt) -> bool:
-    """Whether a statement prints anywhere, such as in the body of a loop."""
-    names = [node.id for node in ast.walk(statement) if isinstance(node, ast.Name)]
-    return "print" in names or "print0" in names
-
-
-def asserts(statement: ast.stmt) -> bool:
-    """Whether a statement has an assert anywhere, such as in the body of a loop."""
+def contains_assert(statement: ast.stmt) -> bool:
+    """Whether an assert is anywhere in a statement, such as in the body of a loop."""
     return any(isinstance(node, ast.Assert) for node in ast.walk(statement))
+
+
+def contains_print(statement: ast.stmt) -> bool:
+    """Whether a statement prints, wherever the print is in it."""
+    return any(isinstance(node, ast.Name) and node.id == "print" for node in ast.walk(statement))
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
