@@ -263,6 +263,7 @@ def test_the_preflight_of_chapter_12(submit, tmp_path):
     assert re.search(r"between nodes +0,1 +yes ", preflight) and "all-reduce" not in training
 
     job = submit("print('epoch 1: trained')", f"--export=ALL,PREFLIGHT={chapters.preflight()}.py --network-floor 1000")
+    job.wait_for_start(0)
     job.wait_for_state("PENDING")
     job.cancel()
     [start] = job.starts()
@@ -277,6 +278,7 @@ def test_the_preflight_of_chapter_12(submit, tmp_path):
         text = text.replace(f"{option}1", f"{option}2")
     batch_file.write_text(text)
     job = submit("print('epoch 1: trained')", f"--export=ALL,PREFLIGHT={chapters.preflight()}.py --node-floor 1000")
+    job.wait_for_start(0)
     job.wait_for_state("PENDING")
     job.cancel()
     [start] = job.starts()
