@@ -192,14 +192,14 @@ class Phase(enum.Enum):
 def phase_of_job(folder: Path) -> Phase:
     """What a running job is doing, as far as the names of the checkpoints in its folder show it.
 
-    While the checkpoint of step 8 is written, its name is ``.step_00000008.part``. When it is complete, it is renamed
-    to ``step_00000008``. Then the oldest checkpoint is renamed, for example to ``.step_00000002``, and removed.
+    While the checkpoint of step 8 is written, its name is ``.step_00000008.tmp``. When it is complete, it is renamed
+    to ``step_00000008``. Then the oldest checkpoint is renamed, for example to ``.step_00000002.old``, and removed.
     """
     hidden_checkpoints = list(folder.glob(".step_*"))
     if not hidden_checkpoints:
         return Phase.TRAINING
     for checkpoint in hidden_checkpoints:
-        is_being_removed = checkpoint.suffix != ".part"
+        is_being_removed = checkpoint.suffix == ".old"
         is_complete = Path(checkpoint, ".metadata").exists()  # the file that is written last
         if is_being_removed or is_complete:
             return Phase.COMMITTING
