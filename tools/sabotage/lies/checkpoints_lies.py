@@ -112,13 +112,13 @@ def digests_are_not_compared(module: Any) -> None:
     replace(module, "sha256", digest_in_the_manifest)
 
 
-@lie("10", "truncat|length|gone|damage", module=CHECKPOINT)
+@lie("10 16", "truncat|length|gone|damage|killed|from step", module=CHECKPOINT)
 def damaged_checkpoint_is_taken(module: Any) -> None:
     """`latest_good` takes the newest checkpoint, damaged or not."""
     replace(module, "find_latest_good", lambda folder: module.finished(folder)[-1])
 
 
-@lie("10", "execut|weights_only|hostile|program", module=CHECKPOINT)
+@lie("10b", "execut|weights_only|hostile|program", module=CHECKPOINT)
 def load_file_executes_what_it_reads(module: Any) -> None:
     """`load_file` loads with `weights_only=False`, and so executes what a file says."""
 
@@ -156,6 +156,18 @@ def all_ranks_get_the_generators_of_rank_0(text: str) -> str:
     states, mine = '[\\"random\\"]', "[dist.get_rank()]"
     mixed = f'{{**plain{states}[0], \\"cpu\\": plain{states}{mine}[\\"cpu\\"]}}'
     return swap(text, f"set_random_state(plain{states}{mine}", f"set_random_state({mixed}")
+
+
+@lie("10", "kill|whole|beside", notebook=True)
+def by_hand_the_old_file_is_overwritten(text: str) -> str:
+    """The chapter's own save writes onto the old file, and not beside it."""
+    return swap(text, r"part = path.with_suffix(\".part\")", "part = path")
+
+
+@lie("10", "How big|disk|many", notebook=True)
+def no_room_for_the_save_that_runs(text: str) -> str:
+    """The disk needs room for the checkpoints that are kept, and for no other."""
+    return swap(text, "size * (keep + 1)", "size * keep")
 
 
 @lie("10", "piece|forget", notebook=True)
