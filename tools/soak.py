@@ -292,7 +292,7 @@ class Restarts:
         last_start_had_no_steps_to_do = self.agent.printed(f"going on from step {self.STEPS},")
         if last_start_had_no_steps_to_do:
             half_written = rf"\.step_{self.STEPS:08}\.pt\.part"
-            saved_in_an_emergency = r"emergency_\d+\.pt"
+            saved_in_an_emergency = r"emergency_node\d+\.pt"
             allowed += f"|{half_written}|{saved_in_an_emergency}"
         names = [path.name for path in folder.iterdir()]
         forbidden = [name for name in names if not re.fullmatch(allowed, name)]
