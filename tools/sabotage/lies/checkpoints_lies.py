@@ -112,7 +112,7 @@ def digests_are_not_compared(module: Any) -> None:
     replace(module, "sha256", digest_in_the_manifest)
 
 
-@lie("10 16", "truncat|length|gone|damage|killed|from step", module=CHECKPOINT)
+@lie("10", "truncat|length|gone|damage", module=CHECKPOINT)
 def damaged_checkpoint_is_taken(module: Any) -> None:
     """`latest_good` takes the newest checkpoint, damaged or not."""
     replace(module, "find_latest_good", lambda folder: module.finished(folder)[-1])
@@ -219,6 +219,12 @@ def the_flattened_form_names_what_is_missing(module: Any) -> None:
 def load_exactly_keeps_the_state_that_torch_made(text: str) -> str:
     """`load_exactly` keeps the optimizer's state of the zero step where the file has none."""
     return swap(text, "optimizer.state.pop(parameter, None)", "pass")
+
+
+@lie("10b", "alone|another|exactly|model", notebook=True)
+def load_exactly_takes_another_model(text: str) -> str:
+    """`load_exactly` loads a checkpoint into a model that has other weights."""
+    return swap(text, "if in_model != in_file:", "if False:")
 
 
 @lie("10b", "safetensors|slices", module="torch.distributed.checkpoint.hf_storage")
