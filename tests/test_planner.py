@@ -7,6 +7,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from helpers.export.chapters import find_notebook
 from helpers.planner import failures, memory
 from helpers.planner.cluster import cluster_of
 from helpers.planner.conventions import Conventions
@@ -137,7 +138,7 @@ def test_the_checkpoint_interval_is_the_best_one():
 
 def test_the_goodput_is_that_of_chapter_13():
     """One question, one formula: the chapter's own, which it compares with a simulation."""
-    notebook = nbformat.read(ROOT / "notebooks" / "13_fault_tolerance.ipynb", as_version=4)
+    notebook = nbformat.read(find_notebook("13"), as_version=4)
     [cell] = [cell.source for cell in notebook.cells if "def slowdown(" in cell.source]
     functions = {"math": math}
     [definition] = [node for node in ast.parse(cell).body if getattr(node, "name", "") == "slowdown"]
