@@ -119,6 +119,17 @@ def test_offloading_leaves_the_parameters():
     assert kinds["optimizer"] == kinds["gradients"] == 0 < kinds["parameters"]
 
 
+def test_a_published_row_that_contradicts_itself_is_refused():
+    """The last row of table 4 of the Llama 3 paper, in its first version: the sizes make half of the GPUs."""
+    row = {"quantity": "share of peak", "published": "38", "unit": "%", "target": "formula"}
+    row["inputs"] = (
+        "gpus = 16384, tp = 8, cp = 16, pp = 16, dp = 4, seq = 131072, batch_per_dp = 16, "
+        "tokens_per_batch = 16e6, tflops = 380e12, peak = 989e12"
+    )
+    with pytest.raises(PlanError, match="the row contradicts itself"):
+        published.reproduce(row)
+
+
 def test_moments_in_bfloat16_take_a_third_less_than_float32_states():
     sizes = {}
     for states in ("float32", "bfloat16-moments"):

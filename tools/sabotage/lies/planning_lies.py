@@ -167,12 +167,6 @@ def the_allocator_leaves_no_gaps(module: Any) -> None:
     replace(module, "ALLOCATOR_GAPS", 0.0)
 
 
-@lie("15", "row|contradict|mistake", module="helpers.planner.experiments.published")
-def a_row_is_never_refused(module: Any) -> None:
-    """The planner takes published rows that contradict themselves."""
-    replace(module, "contradictions", lambda row: [])
-
-
 @lie("16", "image|replica", notebook=True)
 def replicas_see_the_same_images(text: str) -> str:
     """On a mesh, all replicas train on the first part of the batch."""
