@@ -167,6 +167,15 @@ def the_allocator_leaves_no_gaps(module: Any) -> None:
     replace(module, "ALLOCATOR_GAPS", 0.0)
 
 
+@lie("decision_guide", "second|fast|TP", module="helpers.planner.step_time")
+def messages_of_slices_take_no_time(module: Any) -> None:
+    """The planner's tensor parallelism sends in no time."""
+
+    @instead_of(module, "seconds_of_parts")
+    def seconds_of_parts(original: Any, *inputs: Any) -> dict[str, float]:
+        return original(*inputs) | {"tensor parallel": 0}
+
+
 @lie("16", "image|replica", notebook=True)
 def replicas_see_the_same_images(text: str) -> str:
     """On a mesh, all replicas train on the first part of the batch."""

@@ -124,6 +124,24 @@ def all_fingerprints_are_equal(text: str) -> str:
     return swap(text, "hashlib.sha256(data.numpy())", "hashlib.sha256(bytes(len(data)))")
 
 
+@lie("11b", "first|backward|gradient", notebook=True)
+def the_search_begins_at_the_first_layer(text: str) -> str:
+    """`first_difference` looks at the first layer first, whose gradient a later layer may have changed."""
+    return swap(text, "for name in reversed(mine):", "for name in mine:")
+
+
+@lie("11b", "collect|garbage|steps", notebook=True)
+def garbage_is_collected_at_any_time(text: str) -> str:
+    """Ranks that collect garbage together do not switch the usual collections off."""
+    return swap(text, '"        gc.disable()\\n"', '"        pass\\n"')
+
+
+@lie("11b", "wandb|id|run", notebook=True)
+def each_start_is_a_run_of_its_own(text: str) -> str:
+    """A resumed job does not look for the id of its run in wandb."""
+    return swap(text, "if not (is_resumed and id_file.exists()):", "if True:")
+
+
 @lie("13", "restart|start|snapshot|going on", notebook=True)
 def restart_starts_anew(text: str) -> str:
     """A restarted script finds no snapshot, and trains from step 0."""
