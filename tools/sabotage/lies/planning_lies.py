@@ -123,7 +123,7 @@ def an_h100_is_as_good_as_its_data_sheet(module: Any) -> None:
         module.PRESETS[name]["reaches"] = 1.0
 
 
-@lie("15", "layers|stages|divide", module="helpers.planner.layout")
+@lie("15", "layers|stages|interval", module="helpers.planner.layout")
 def layers_that_do_not_divide_are_left_out(module: Any) -> None:
     """The planner's stages have equally many layers, and the rest is in none of them."""
 
