@@ -102,8 +102,10 @@ def nothing_is_compiled_before_the_barrier(text: str) -> str:
 
 @lie("11b", "timeout|compile", module=C10D)
 def a_timeout_cannot_be_lowered(module: Any) -> None:
-    """`_set_pg_timeout` changes nothing."""
-    replace(module, "_set_pg_timeout", nothing)
+    """`set_timeout`, before PyTorch 2.14 `_set_pg_timeout`, changes nothing."""
+    for name in ("set_timeout", "_set_pg_timeout"):
+        if hasattr(module, name):
+            replace(module, name, nothing)
 
 
 @lie("11b", "compile", module="torch.compiler")
