@@ -204,7 +204,7 @@ def each_layer_sums_its_own_gradient(module: Any) -> None:
 @lie("07", "time|NVLink|bytes", notebook=True)
 def a_ring_sends_each_byte_once(text: str) -> str:
     """An all-reduce sends each byte once, and not twice."""
-    return swap(text, "4 * 2 * (tp - 1) / tp * 2 * width", "4 * (tp - 1) / tp * 2 * width")
+    return swap(text, "all_reduces * 2 * (tp - 1) / tp * 2 * width", "all_reduces * (tp - 1) / tp * 2 * width")
 
 
 @lie("07", "replica|seed", notebook=True)
@@ -225,6 +225,12 @@ def ranks_of_a_group_count_their_images_again(text: str) -> str:
 def each_ranks_own_numbers_are_the_same(text: str) -> str:
     """The random numbers for the dropout of parts begin with the same seed on every rank."""
     return swap(text, "torch.manual_seed(seed + dist.get_rank())", "torch.manual_seed(seed)")
+
+
+@lie("07", "shape|gradient", notebook=True)
+def gradients_of_another_shape_are_passed_over(text: str) -> str:
+    """`equal_to_one_process` leaves out a gradient that has another shape, as it does with outputs."""
+    return swap(text, "elif not is_output:", "elif False:")
 
 
 @lie("07", "type|collective", module="spmd_types.checker")
