@@ -262,12 +262,6 @@ def every_rank_saves_in_an_emergency(text: str) -> str:
     return swap(text, "emergency_node{node}.pt", "emergency_node{dist.get_rank()}.pt")
 
 
-@lie("13", "whole|step|save", notebook=True)
-def half_a_step_is_saved(text: str) -> str:
-    """An emergency save is also written when the optimizer has changed some weights, and others not."""
-    return swap(text, "    if not run.whole:", "    if False:")
-
-
 @lie("12", "node|local rank|card", notebook=True)
 def the_preflight_tries_first_cards_only(text: str) -> str:
     """The check of a cluster makes no group between nodes but that of their first ranks."""
