@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import yaml
@@ -37,9 +38,9 @@ def is_chapter(page: str) -> bool:
     return re.match(r"notebooks/\d\d_", page) is not None
 
 
-def book_settings() -> dict[str, str]:
+def book_settings() -> dict[str, Any]:
     """What _config.yml says of the book: ``title``, ``author``, ``copyright`` and more."""
-    config: dict[str, str] = yaml.safe_load((ROOT / "_config.yml").read_text(encoding="utf-8"))
+    config: dict[str, Any] = yaml.safe_load((ROOT / "_config.yml").read_text(encoding="utf-8"))
     return config
 
 
