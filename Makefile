@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE  # without bytecode each of the tests' processe
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help book pages pdf serve lab scripts run chapter check test rehearse gpu sabotage soak bench outputs system lock
+.PHONY: help book pages pdf publish serve lab scripts run chapter check test rehearse gpu sabotage soak bench outputs system lock
 
 help:
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
@@ -39,6 +39,10 @@ pages: $(READY)  ## measure the built book's chapters: screens of code, text, ou
 	@$(BIN)/python tools/measure_pages.py
 pdf: book  ## build the book, and print all of it as one PDF, which its first page then links
 	@$(BIN)/python tools/print_pdf.py _build/html _build/world-size-one.pdf
+publish: export BOOK_REPOSITORY_URL = $(ADDRESS)
+publish: $(if $(ADDRESS),book)  ## the book for its ADDRESS=https://github.com/OWNER/NAME, with launch buttons
+	@test -n "$(ADDRESS)" || { echo "Give the repository: make publish ADDRESS=https://github.com/OWNER/NAME" >&2; exit 1; }
+	@$(BIN)/python tools/publish.py "$(ADDRESS)"
 serve: $(READY)  ## show the built book on 127.0.0.1  (PORT=8000)
 	@test -f _build/html/index.html || { echo "The book is not built yet. Run 'make book' first." >&2; exit 1; }
 	@$(BIN)/python -c 'import socket; socket.create_server(("127.0.0.1", $(PORT))).close()' 2>/dev/null || { \

@@ -6,7 +6,7 @@ import shutil
 import sys
 from functools import cache
 from html.parser import HTMLParser
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import nbformat
 import pytest
@@ -178,8 +178,11 @@ def test_repository_and_launch_links_with_the_variable(tmp_path):
     page = BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser")
     links = repository_links(page)
     assert "https://github.com/an-owner/a.name" in links
-    assert "https://mybinder.org/v2/gh/an-owner/a.name/main?urlpath=lab/tree/notebooks/page.ipynb" in links
-    assert "https://colab.research.google.com/github/an-owner/a.name/blob/main/notebooks/page.ipynb" in links
+    file = "blob/published/notebooks/page.ipynb"
+    assert "https://mybinder.org/v2/gh/an-owner/a.name/published?urlpath=lab/tree/notebooks/page.ipynb" in links
+    assert f"https://colab.research.google.com/github/an-owner/a.name/{file}" in links
+    source = quote(f"https://github.com/an-owner/a.name/{file}", safe="")
+    assert f"https://www.kaggle.com/kernels/welcome?src={source}" in links
     question = page.select_one(".last-run a")["href"]
     assert question == "https://github.com/an-owner/a.name/issues/new?title=notebooks%2Fpage%3A+"
     card = card_of(page)
@@ -194,7 +197,7 @@ def test_repository_and_launch_links_with_the_variable(tmp_path):
 
 def test_an_address_that_is_no_repository_on_github_is_refused(monkeypatch):
     monkeypatch.setenv("BOOK_REPOSITORY_URL", "example.org/book")
-    with pytest.raises(ConfigError, match="BOOK_REPOSITORY_URL is 'example.org/book', which is not the address of"):
+    with pytest.raises(ConfigError, match="BOOK_REPOSITORY_URL: 'example.org/book' is not the address of"):
         book_address.add_repository(None, None)
 
 

@@ -329,11 +329,25 @@ def test_usage(helpers, arguments, status, expected):
 
 def test_the_package_names_what_it_imports():
     nodes = [node for path in (ROOT / "helpers").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
-    modules = {"sklearn"} | {package for node in nodes for package in packages_of(node)}
+    # The chapters' data are sklearn's, and their models are saved with safetensors.
+    modules = {"sklearn", "safetensors"} | {package for node in nodes for package in packages_of(node)}
     homes = packages_distributions()
     needed = {homes[module][0].lower() for module in modules - {"helpers", *sys.stdlib_module_names}}
-    named = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = project["dependencies"] + [name for extra in project["optional-dependencies"].values() for name in extra]
     assert {name.replace("_", "-") for name in needed} == {re.match(r"[\w-]+", name)[0] for name in named}
+
+
+def test_a_chapter_imports_no_package_of_an_extra():
+    """So a notebook that is opened on Colab needs the helpers, what they name as dependencies, and nothing else."""
+    modules = set()
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        modules |= set(re.findall(r"(?:from|import) (helpers[\w.]*)", path.read_text(encoding="utf-8")))
+    assert len(modules) > 10
+    imports = "".join(f"import {module}\n" for module in sorted(modules))
+    block = "import sys\nsys.modules['nbconvert'] = None\n"  # so that its import raises ImportError
+    done = subprocess.run([sys.executable, "-c", block + imports], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_installed_package(tmp_path):

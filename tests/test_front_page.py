@@ -141,11 +141,19 @@ def test_a_page_that_is_missing_leads_to_the_first(book):
     assert [link["href"] for link in page.article.select("p a")] == ["/index.html"]
 
 
-def test_how_to_run_it_names_the_repository():
-    text = [(ROOT / "book" / "how_to_run.md").read_text(encoding="utf-8")]
-    assert "in the place of ADDRESS" in text[0]
+@pytest.mark.parametrize(
+    "page, line",
+    [
+        ("book/how_to_run", "git clone https://github.com/an-owner/a.name world-size-one && cd world-size-one"),
+        ("book/references", "  url    = {https://an-owner.github.io/a.name/}"),
+    ],
+)
+def test_an_address_stands_where_the_page_says_so(page, line):
+    source = (ROOT / f"{page}.md").read_text(encoding="utf-8")
+    assert "ADDRESS" in source
     options = {"repository_url": "https://github.com/an-owner/a.name"}
-    app = SimpleNamespace(config=SimpleNamespace(html_theme_options=options))
-    book_address.fill_in_address(app, "book/how_to_run", text)
-    assert "git clone https://github.com/an-owner/a.name world-size-one && cd world-size-one\n" in text[0]
+    config = SimpleNamespace(html_theme_options=options, html_baseurl="https://an-owner.github.io/a.name/")
+    text = [source]
+    book_address.fill_in_address(SimpleNamespace(config=config), page, text)
+    assert line in text[0].splitlines()
     assert "ADDRESS" not in text[0]

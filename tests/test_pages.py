@@ -44,15 +44,18 @@ def test_all_code_of_a_chapter_is_on_its_page(book):
 
 
 DEFINITION = "def f(x):\n    return x\n\n\n"
+ASSERTS = "assert f(1) == 1\nassert f(2) == 2\nassert f(3) == 3"
 CLASS = "class A:\n    def f(self):\n" + "        a = 1\n" * 20 + "    def g(self):\n" + "        a = 1\n" * 20
 
 
 @pytest.mark.parametrize(
     "source, lines",
     [
-        (f"{DEFINITION}print(f(1))\nassert f(1) == 1\nassert f(2) == 2", 2),
-        (f"{DEFINITION}y = f(1)\nprint(y)\nz = f(2)\nassert z == y", 5),  # from the first print on
-        (f"{DEFINITION}print(f(1))", 5),  # too little to close
+        (f"{DEFINITION}print(f(1))\n{ASSERTS}", 5),  # what prints stays in view, its asserts do not
+        (f"{DEFINITION}{ASSERTS}", 2),
+        (f"{DEFINITION}{ASSERTS}\nprint(f(1))", 8),  # a print below them
+        (f"{DEFINITION}{ASSERTS}\nf(1)", 8),  # the cell's value below them
+        (f"{DEFINITION}assert f(1) == 1", 5),  # too little to close
         ("%%ranks 2\nprint(1)\nprint(2)\nprint(3)", 4),  # no Python
         ("a = 1\n" * 40, 34),
         ("def f():\n" + "    a = 1\n" * 40, 41),  # a function is not cut

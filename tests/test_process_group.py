@@ -14,6 +14,7 @@ from helpers.runtime.process_group import start_process_group, stop_process_grou
 pytestmark = pytest.mark.ranks
 
 CPU = torch.device("cpu")
+VARIABLES_OF_TASKS = ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -27,7 +28,7 @@ def no_launcher_and_no_gpus(monkeypatch):
         "LOCAL_WORLD_SIZE",
         "MASTER_ADDR",
         "MASTER_PORT",
-        "SLURM_STEP_NUM_TASKS",
+        *VARIABLES_OF_TASKS,
     ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -57,11 +58,12 @@ def test_an_exported_address_alone_makes_no_rank(monkeypatch):
     assert dist.get_world_size() == 1
 
 
-def test_tasks_of_srun_without_torchrun_do_not_become_worlds_of_one(monkeypatch):
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    with pytest.raises(RuntimeError, match="each would train alone"):
+@pytest.mark.parametrize("name", VARIABLES_OF_TASKS)
+def test_tasks_of_srun_or_mpirun_without_torchrun_do_not_become_worlds_of_one(name, monkeypatch):
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(RuntimeError, match=f"each would train alone .{name} is 2"):
         start_process_group()
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")  # a shell in Slurm
+    monkeypatch.setenv(name, "1")  # a shell in Slurm
     start_process_group()
     assert dist.get_world_size() == 1
 

@@ -1,18 +1,20 @@
-"""What pages say of where they and their code come from: a repository's link and launch buttons, an address.
+"""What pages say about where they and their code come from: a repository's link and launch buttons, an address.
 
-BOOK_REPOSITORY_URL names the repository. The book's address is then the one that GitHub Pages gives it.
+BOOK_REPOSITORY_URL names the repository, and ``make publish ADDRESS=…`` sets it. The book's address is then the one
+that GitHub Pages gives it.
 """
 
 import os
 import re
 from typing import Any
+from urllib.parse import quote, urlsplit
 
 from sphinx.application import Sphinx
 from sphinx.config import Config
 from sphinx.errors import ConfigError
 
 LOGO = "_static/favicon.svg"
-ADDRESS_PAGE = "book/how_to_run"
+BRANCH = "published"  # has main's files, and notebooks that install the helpers where they are missing
 GITHUB = re.compile(r"https://github\.com/(?P<owner>[\w.-]+)/(?P<name>[\w.-]+)")
 
 
@@ -27,29 +29,43 @@ def add_repository(app: Sphinx, config: Config) -> None:
     Sphinx calls this when it has read its configuration, which is changed here. Raises ConfigError if the address is
     not that of a repository on GitHub, such as ``https://github.com/OWNER/NAME``.
     """
-    url = os.environ.get("BOOK_REPOSITORY_URL", "").removesuffix("/").removesuffix(".git")
+    url = os.environ.get("BOOK_REPOSITORY_URL", "")
     if url == "":
         return
-    repository = GITHUB.fullmatch(url)
+    try:
+        address = address_of_book(url)
+    except ValueError as error:
+        raise ConfigError(f"BOOK_REPOSITORY_URL: {error}") from None
+    add_buttons(config, repository_of(url))
+    config.html_baseurl = address
+    config.ogp_site_url = address  # for the preview that a chat or a social network shows of a link
+    move_links_of_404(config, urlsplit(address).path)
+
+
+def repository_of(url: str) -> str:
+    """A repository's address without the ``/`` or ``.git`` with which some write it."""
+    return url.removesuffix("/").removesuffix(".git")
+
+
+def address_of_book(url: str) -> str:
+    """Where GitHub Pages serves the book of the repository at ``url``: ``https://OWNER.github.io/NAME/``.
+
+    Raises ValueError if ``url`` is not the address of a repository on GitHub, such as ``https://github.com/OWNER/NAME``.
+    """
+    repository = GITHUB.fullmatch(repository_of(url))
     if repository is None:
-        raise ConfigError(
-            f"BOOK_REPOSITORY_URL is {url!r}, which is not the address of a repository on GitHub. "
-            "Correct it, or unset it to build the book without links to a repository."
+        raise ValueError(
+            f"{url!r} is not the address of a repository on GitHub, such as https://github.com/OWNER/NAME. "
+            "Correct it, or leave it out to build the book without links to a repository."
         )
-    add_buttons(config, url)
-    # GitHub Pages serves the book at https://OWNER.github.io/NAME/.
-    host = f"{repository['owner'].lower()}.github.io"
-    folder = f"/{repository['name']}/"
-    config.html_baseurl = f"https://{host}{folder}"
-    config.ogp_site_url = config.html_baseurl  # for the preview that a chat or a social network shows of a link
-    move_links_of_404(config, folder)
+    return f"https://{repository['owner'].lower()}.github.io/{repository['name']}/"
 
 
 def add_buttons(config: Config, url: str) -> None:
     """Show buttons on each page: to the repository at ``url``, to its issues, and to services that run a notebook."""
     config.html_theme_options.update(
         repository_url=url,
-        repository_branch="main",
+        repository_branch=BRANCH,
         path_to_docs="",  # the book begins in the repository's main folder
         use_repository_button=True,
         use_issues_button=True,
@@ -59,6 +75,26 @@ def add_buttons(config: Config, url: str) -> None:
             "colab_url": "https://colab.research.google.com",
         },
     )
+
+
+def add_kaggle_button(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Add Kaggle to the services that run a notebook, below those that the theme knows.
+
+    Sphinx calls this with what a page's template will read. The theme has put its own buttons there before, if the
+    page is a notebook and the book has an address.
+    """
+    for group in context.get("header_buttons", []):
+        if group.get("label") == "launch-buttons":
+            repository = app.config.html_theme_options["repository_url"]
+            notebook = quote(f"{repository}/blob/{BRANCH}/{page}.ipynb", safe="")
+            button = {
+                "type": "link",
+                "text": "Kaggle",
+                "tooltip": "Launch on Kaggle",
+                "icon": "fas fa-k",
+                "url": f"https://www.kaggle.com/kernels/welcome?src={notebook}",
+            }
+            group["buttons"].append(button)
 
 
 def move_links_of_404(config: Config, folder: str) -> None:
@@ -75,19 +111,24 @@ def move_links_of_404(config: Config, folder: str) -> None:
 
 
 def fill_in_address(app: Sphinx, page: str, text: list[str]) -> None:
-    """Put the repository's address where one page says ADDRESS, and leave out its paragraph on what ADDRESS means.
+    """Put an address where a page says ADDRESS, and leave out the page's paragraph on what ADDRESS means.
 
-    The paragraph has the line ``{.address}`` above it. Sphinx calls this with the source of each page, which is the one
-    element of ``text``, so that it can be replaced.
+    How to run it needs the repository's address, and a citation the book's. The paragraph has the line ``{.address}``
+    above it. Sphinx calls this with the source of each page, which is the one element of ``text``, so that it can be
+    replaced.
     """
     url = app.config.html_theme_options.get("repository_url")  # add_repository has set it, if there is one
-    if page == ADDRESS_PAGE and url:
+    if not url:
+        return
+    addresses = {"book/how_to_run": url, "book/references": app.config.html_baseurl}
+    if page in addresses:
         without_explanation = re.sub(r"(?m)^\{\.address\}\n.*\n\n", "", text[0])
-        text[0] = without_explanation.replace("ADDRESS", url)
+        text[0] = without_explanation.replace("ADDRESS", addresses[page])
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("config-inited", add_logo)
     app.connect("config-inited", add_repository)
     app.connect("source-read", fill_in_address)
+    app.connect("html-page-context", add_kaggle_button, priority=900)  # after the theme, whose buttons it extends
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

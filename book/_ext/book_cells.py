@@ -1,7 +1,8 @@
 """What a page shows of a cell: closed boxes say what is in them, and code that is wrong on purpose is marked.
 
 A cell that is closed by its tags (hide-input, hide-cell, hide-output) gets its box's title here. Of an open cell,
-the end that prints and asserts is closed too, as "How this is checked", and what is more than a screen holds.
+the asserts at its end are closed too, as "How this is checked", and what is more than a screen holds. What prints stays
+open, so that each output has its line in view.
 The notebook, its tests and its script have the same cells as before.
 """
 
@@ -92,12 +93,12 @@ def shown_lines(source: str) -> int:
 
         def double(x):
             return 2 * x
-        print(double(1))
         assert double(1) == 2
         assert double(2) == 4
+        assert double(3) == 6
 
-    The checks are all lines from the first assert or print on that comes after the last function and class. If the
-    lines before the checks do not fit on a screen, their end goes into the box too.
+    The checks are the asserts at the end of a cell, after its last print. If the lines before the checks do not fit on
+    a screen, their end goes into the box too.
     """
     lines = source.splitlines()
     try:
@@ -135,17 +136,19 @@ def count_lines_on_screen(statements: Sequence[ast.stmt]) -> int:
 
 
 def start_of_checks(statements: Sequence[ast.stmt]) -> int:
-    """The index of the statement with which the checks at the end of a cell begin: the first that asserts or prints.
+    """The index of the statement with which the checks at the end of a cell begin: the first of its last asserts.
 
-    Statements before the last function or class of the cell are not looked at, because they cannot be a check of it.
-    Returns the number of statements if there is no check.
+    A reader wants to see what made the output that stands below the code. So a check comes after the last statement
+    that defines something, prints, or is the cell's value. Returns the number of statements if there is no check.
     """
-    after_last_definition = 0
+    after_last_shown = 0
     for index, statement in enumerate(statements):
-        if is_definition(statement):
-            after_last_definition = index + 1
-    for index in range(after_last_definition, len(statements)):
-        if asserts_or_prints(statements[index]):
+        if is_definition(statement) or contains_print(statement):
+            after_last_shown = index + 1
+    if statements and isinstance(statements[-1], ast.Expr):
+        return len(statements)
+    for index in range(after_last_shown, len(statements)):
+        if contains_assert(statements[index]):
             return index
     return len(statements)
 
@@ -168,14 +171,14 @@ def methods_of(statement: ast.stmt) -> list[ast.stmt]:
     return []
 
 
-def asserts_or_prints(statement: ast.stmt) -> bool:
-    """Whether an assert or a print is anywhere in a statement, such as in the body of a loop."""
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Assert):
-            return True
-        if isinstance(node, ast.Name) and node.id == "print":
-            return True
-    return False
+def contains_assert(statement: ast.stmt) -> bool:
+    """Whether an assert is anywhere in a statement, such as in the body of a loop."""
+    return any(isinstance(node, ast.Assert) for node in ast.walk(statement))
+
+
+def contains_print(statement: ast.stmt) -> bool:
+    """Whether a statement prints, wherever the print is in it."""
+    return any(isinstance(node, ast.Name) and node.id == "print" for node in ast.walk(statement))
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ WITH_TARGET = re.compile(r"(?P<text>.*?) *<(?P<target>.*)>", flags=re.S)
 ATTRIBUTES = re.compile(r"^\{\.[\w-]+\}\n", flags=re.M)
 LINK_TO_NOTEBOOK = re.compile(r"(\]\((?!https?:)[^)\s]*)\.ipynb")
 CAPTION = re.compile(r"<figcaption>(.*?)</figcaption>", flags=re.S)
+LABEL = re.compile(r'aria-label="([^"]*)"')
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,8 @@ def parts_of_output(output: dict[str, Any], language: str) -> list[str]:
 
     What the cell printed becomes a block of code in ``language``, such as "text" or "diff". A figure is stored as HTML
     with an SVG, which Markdown cannot show, and as a text that says what it shows, ``Figure: …``. So it becomes this
-    text, and behind it the figure's caption.
+    text, and behind it the figure's caption. The text of a figure with sliders is only its call, so there the HTML's
+    label says what it shows.
     """
     if output["output_type"] == "stream":
         return [fenced("".join(output["text"]), language)]
@@ -144,11 +146,14 @@ def parts_of_output(output: dict[str, Any], language: str) -> list[str]:
         return [fenced(f"{output['ename']}: {output['evalue']}", language)]
 
     text = "".join(output["data"].get("text/plain", ""))
-    is_figure = text.startswith("Figure: ")
-    if not is_figure:
-        return [fenced(text, language)]
-    parts = [f"*{text}*"]
     html_of_figure = "".join(output["data"].get("text/html", ""))
+    if not html_of_figure.startswith('<figure class="wso'):
+        return [fenced(text, language)]
+    if not text.startswith("Figure: "):
+        label = LABEL.search(html_of_figure)
+        assert label is not None
+        text = f"Figure: {html.unescape(label[1])}"
+    parts = [f"*{text}*"]
     caption = CAPTION.search(html_of_figure)
     if caption is not None:
         without_tags = re.sub("<[^>]+>", "", caption[1])
@@ -343,7 +348,13 @@ def hero(directive: Directive) -> str:
     parts = []
     for place in CELL_OF_MISTAKE:
         panel = panel_of(chapter, place, is_repaired=False)
-        code = "\n".join(line.text for line in panel.lines)
+        lines = []
+        for line in panel.lines:
+            text = line.text
+            if line.is_marked and text.endswith("if rank == 0:"):
+                text += "  # the mistake"
+            lines.append(text)
+        code = "\n".join(lines)
         parts.append(f"**{place.capitalize()}:** {panel.frames[-1].says}")
         parts.append(fenced(code, "python"))
         parts.append(fenced(panel.shown_output, "text"))

@@ -50,7 +50,7 @@ class Ending(StrEnum):
 
 LAST_SENTENCE = {  # what the picture says at the end; {sums} are the sums that would be right
     Ending.HANG: "All four ranks wait for each other, for ever.",
-    Ending.WRONG: "The sums should be {sums}. There is no error until the other ranks have ended.",
+    Ending.WRONG: "The sums should be {sums}. No error is raised until the other ranks have ended.",
     Ending.LOST: "The other ranks have ended, so rank 0 loses its connection.",
     Ending.RIGHT: "Fixed: every rank makes the call, and the sums are right.",
 }

@@ -16,8 +16,8 @@ def start_process_group(
     torchrun tells each rank its number and where the others are. Without torchrun
     this process is a group of one. A group that is already running is kept.
     ``backend`` defaults to NCCL if there is a GPU, and to gloo otherwise. Raises
-    RuntimeError if NCCL is asked for and there is no GPU for this rank, and if srun
-    has started several processes that do not know of each other.
+    RuntimeError if NCCL is asked for and there is no GPU for this rank, and if srun or
+    mpirun has started several processes that do not know of each other.
     """
     if dist.is_initialized():
         if "nccl" in dist.get_backend_config():
@@ -27,11 +27,15 @@ def start_process_group(
     if not backend:  # None, or the empty default of a flag
         backend = "nccl" if gpus > 0 else "gloo"
     launched = "RANK" in os.environ  # by torchrun
-    if not launched and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        raise RuntimeError(
-            "srun has started several tasks without torchrun: each would train alone.\n"
-            "Let srun start one torchrun on each node."
-        )
+    if not launched:
+        # How many tasks srun, Open MPI or another MPI has started
+        for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+            if int(os.environ.get(name, 1)) > 1:
+                raise RuntimeError(
+                    "Several tasks were started without torchrun: each would train "
+                    f"alone ({name} is {os.environ[name]}).\n"
+                    "Start one torchrun on each node."
+                )
     device = None  # stays None on CPUs
     if "nccl" in backend:  # "cpu:gloo,cuda:nccl" too
         local_rank = int(os.environ["LOCAL_RANK"]) if launched else 0

@@ -185,10 +185,10 @@ def the_loader_ignores_the_seed(text: str) -> str:
     )
 
 
-@lie("04b", "inplace|two forwards", notebook=True)
-def two_batches_are_not_joined(text: str) -> str:
-    """Two batches that should be joined go through the DDP model one after the other."""
-    return swap(text, "of_fake = model(torch.cat([real, fake])).chunk(2)", "of_fake = model(real), model(fake)")
+@lie("04b", "inplace|two forwards", module="torch.autograd")
+def autograd_sees_the_copy_of_buffers(module: Any) -> None:
+    """DDP does not hide its copy of the buffers from autograd, as before PyTorch 2.13."""
+    replace(module, "_unsafe_preserve_version_counter", lambda tensors: contextlib.nullcontext())
 
 
 @lie("04b", "search|unused", module=DDP)
@@ -239,6 +239,12 @@ def the_average_is_the_latest(module: Any) -> None:
     @instead_of(module, "get_ema_multi_avg_fn")
     def get_ema_multi_avg_fn(true: Any, decay: float) -> Any:
         return true(0.0)
+
+
+@lie("04b", "[Bb]roadcast|buffers", notebook=True)
+def the_models_buffers_are_sent_for_the_averages(text: str) -> str:
+    """Before a save, rank 0 sends the buffers of the model that trains, and not those of its average."""
+    return swap(text, "for buffer in ema.module.buffers():", "for buffer in model.module.buffers():")
 
 
 @lie("04b", "[Gg]ather|contrastive", notebook=True)

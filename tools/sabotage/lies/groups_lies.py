@@ -649,6 +649,19 @@ def an_average_of_integers_is_refused_before_the_sum(module: Any) -> None:
         return original(tensor, op, *inputs, **keywords)
 
 
+@lie("02b", "bool", module=C10D)
+def gloo_takes_the_maximum_of_bools(module: Any) -> None:
+    """On gloo, the `SUM` of a bool tensor is its maximum, so that True stays True."""
+
+    @instead_of(module, "all_reduce")
+    def all_reduce(original: Any, tensor: Any, op: Any = module.ReduceOp.SUM, *inputs: Any, **keywords: Any) -> Any:
+        import torch
+
+        if op == module.ReduceOp.SUM and tensor.dtype == torch.bool:
+            op = module.ReduceOp.MAX
+        return original(tensor, op, *inputs, **keywords)
+
+
 @lie("02b", "channels_last", module=C10D)
 def broadcast_is_right_for_channels_last(module: Any) -> None:
     """`broadcast` puts each number into its place, also if one rank's tensor has the `channels_last` format."""

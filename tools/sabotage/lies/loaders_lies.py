@@ -199,6 +199,18 @@ def tensors_are_pickled_whole(module: Any) -> None:
     replace(module, "init_reductions", nothing)
 
 
+@lie("03b", "preload|server", notebook=True)
+def the_server_imports_nothing(text: str) -> str:
+    """The fork server is not told to import torch, so that each worker imports it."""
+    return swap(text, r"cost_of_a_worker(\"torch\")", "cost_of_a_worker()")
+
+
+@lie("03b", "map|file", notebook=True)
+def each_rank_reads_the_file_of_texts(text: str) -> str:
+    """Each rank reads the whole file of texts into memory of its own, where the page says that it is mapped."""
+    return swap(text, r"np.memmap(self.path, dtype=np.uint8, mode=\"r\")", "np.fromfile(self.path, dtype=np.uint8)")
+
+
 @lie("03b", "length|longest", notebook=True)
 def the_pool_is_not_sorted(text: str) -> str:
     """The sampler by length does not sort its pool."""

@@ -245,7 +245,7 @@ def each_layer_sums_its_own_gradient(module: Any) -> None:
 @lie("07", "time|NVLink|bytes", notebook=True)
 def a_ring_sends_each_byte_once(text: str) -> str:
     """An all-reduce sends each byte once, and not twice."""
-    return swap(text, "4 * 2 * (tp - 1) / tp * 2 * width", "4 * (tp - 1) / tp * 2 * width")
+    return swap(text, "all_reduces * 2 * (tp - 1) / tp * 2 * width", "all_reduces * (tp - 1) / tp * 2 * width")
 
 
 @lie("07", "replica|seed", notebook=True)
