@@ -111,7 +111,7 @@ WAYS = {
     "python -m helpers export 04 --out DIR": exports(f"{DDP}.py", folder="DIR"),
     ENTER.format("00"): exports(f"{FIRST}.py"),
     "python -m helpers export 11 --slurm --nodes 2 --gpus-per-node 8 --time 04:00:00": exports(
-        *(TRAINER + ending for ending in (".py", ".sbatch", ".nodes.sh", ".k8s.yaml"))
+        *(TRAINER + ending for ending in (".py", ".sbatch", ".slurm.sh", ".nodes.sh", ".k8s.yaml"))
     ),
     "python -m helpers rehearse 11 --gpus 8": Way(
         (REHEARSED, "the host waits for the GPU"), never_prints=("Traceback",), daily=True
@@ -197,6 +197,11 @@ TESTS = {  # by which other test a line is run
     "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1": "test_promises.py::test_lines_of_one_node_in_their_order",
     "export GLOO_SOCKET_IFNAME=eth0": f"{TWO_HOSTS}a_name_that_means_the_loopback",
 }
+STACKS_OF_ALL_RANKS = (
+    "srun --jobid=4711 --overlap --nodes=8 --ntasks-per-node=1 "
+    'bash -c \'for pid in $(pgrep -f "[p]ython.*train.py"); '
+    'do echo "== $(hostname) $pid"; py-spy dump --pid $pid; done\' > stacks.txt'
+)
 NOT_HERE = {  # why a line cannot be run here
     "make lock": "asks PyPI for the newest versions",
     "make PYTHON=python3.14 lab": "installs from PyPI; test_set_up.py tests which PyTorch is taken",
@@ -209,6 +214,7 @@ NOT_HERE = {  # why a line cannot be run here
     "export NCCL_SOCKET_IFNAME=eth0": "only NCCL reads it, on GPUs",
     "export NCCL_DEBUG=INFO": "only NCCL reads it, on GPUs",
     "py-spy dump --pid PID": "py-spy is not among the project's requirements",
+    STACKS_OF_ALL_RANKS: "names a job of a cluster",
     "nvidia-smi -q -d ECC,PERFORMANCE": "asks the driver of an NVIDIA GPU",
     "nvidia-smi nvlink -e": "asks the driver of an NVIDIA GPU",
     "dcgmi diag -r 2": "belongs to NVIDIA's DCGM, which tests GPUs",

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +48,7 @@ def test_the_files_of_every_chapter_can_be_read(helpers, tmp_path):
     scripts = [path.stem for path in tmp_path.glob("*.py")]
     assert len(scripts) > 5
     for name in scripts:
-        for suffix in (".sbatch", ".nodes.sh"):
+        for suffix in (".sbatch", ".slurm.sh", ".nodes.sh"):
             subprocess.run(["bash", "-n", tmp_path / f"{name}{suffix}"], check=True)
         service, job = yaml.safe_load_all((tmp_path / f"{name}.k8s.yaml").read_text())
         assert (service["kind"], job["kind"]) == ("Service", "Job")
@@ -61,6 +62,7 @@ def test_a_name_that_a_shell_would_split_is_refused():
 def test_a_name_that_begins_with_a_dash_is_no_option(tmp_path):
     texts = files(name="-rf")
     assert "sbatch ./-rf.sbatch" in texts[".sbatch"]
+    (tmp_path / "-rf.slurm.sh").write_text(texts[".slurm.sh"])
     assert "bash ./-rf.nodes.sh static" in texts[".nodes.sh"]
     assert "-f ./-rf.k8s.yaml" in texts[".k8s.yaml"]
     status, text = run_batch(tmp_path, "", texts[".sbatch"], JOB_FOLDER="", SLURM_JOB_NAME="rf")
@@ -83,7 +85,7 @@ def test_a_script_that_can_is_told_to_take_the_gpus():
     ("script", "stops", "resumes"), [(STOPS, True, True), (RESUMES, False, True), (PLAIN, False, False)]
 )
 def test_what_a_script_can_do_decides_what_slurm_does(script, stops, resumes):
-    text = files(script)[".sbatch"]
+    text = files(script)[".sbatch"] + files(script)[".slurm.sh"]
     for part in ("--signal=", 'trap "" USR1', "--signals-to-handle=", '-e "$JOB_FOLDER/stopped"'):
         assert (part in text) == stops
     for part in ("#SBATCH --requeue", "scontrol requeue", '--checkpoint-dir "$JOB_FOLDER" --resume'):
@@ -111,6 +113,7 @@ STAND_INS = {
         esac""",
     "srun": 'while [ "$1" != bash ] && [ "$1" != apptainer ]; do shift; done; exec "$@"',
     "squeue": 'echo "n7"',  # is excluded already
+    "sleep": "",
     "apptainer": 'echo "in a container"; while [ "$1" != bash ]; do shift; done; exec "$@"',
     "getent": '[ "$2" = 10.0.0.1 ] && echo 10.0.0.1 STREAM',
     "ip": 'echo "$3 via 10.0.0.9 dev ib7 src 10.0.0.2"',
@@ -124,7 +127,9 @@ def run_batch(folder, script, text=None, **variables):
         (folder / name).write_text(f"#!/bin/bash\n{line}\n")
         (folder / name).chmod(0o755)
     (folder / "script").write_text(script)
+    (folder / f"{NAME}.slurm.sh").write_text(files()[".slurm.sh"])
     environment = {"PATH": f"{folder}:{os.environ['PATH']}", "JOB_FOLDER": "work"}
+    environment |= {"SLURM_JOB_NAME": "book", "ON_CALL": "cat > called"}
     environment |= {f"SLURM_{name}": "2" for name in ("CPUS_PER_TASK", "NNODES", "JOB_ID")}
     environment |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NODEID": "1", "SLURMD_NODENAME": "n2", **variables}
     command = ["bash", "-c", text or files()[".sbatch"], f"{NAME}.sbatch"]
@@ -166,6 +171,7 @@ def test_a_node_that_was_the_first_to_fail_twice_is_excluded(tmp_path):
     _, second = run_batch(tmp_path, "exit 1")
     assert "update JobId=2 ExcNodeList=n7,n2\n" in second
     assert "n2 failed twice, and is excluded." in second
+    assert (tmp_path / "called").read_text().startswith("job 2 (book): n2 failed twice, and is excluded.")
 
     for node in ("n1", "n2"):
         _, text = run_batch(tmp_path, "exit 1", SLURMD_NODENAME=node, JOB_FOLDER="another")
@@ -173,8 +179,71 @@ def test_a_node_that_was_the_first_to_fail_twice_is_excluded(tmp_path):
         assert "ExcNodeList" not in text, "each of the two nodes failed once"
 
 
+LOST_A_PEER = """\
+mkdir -p work/logs/n2/2/attempt_0/3
+echo "RuntimeError: Connection closed by peer [10.0.0.1]:4711" > work/logs/n2/2/attempt_0/3/stderr.log
+echo "E1129 api.py:1010] failed (exitcode: 1) local_rank: 3 (pid: 4711) of binary: python"
+exit 1
+"""
+
+
+def test_a_node_that_only_lost_a_peer_is_not_to_blame(tmp_path):
+    for _ in range(2):
+        _, text = run_batch(tmp_path, LOST_A_PEER)
+        assert "requeued" in text
+        assert "ExcNodeList" not in text
+    assert not (tmp_path / "work/failed_nodes").exists()
+    _, text = run_batch(tmp_path, LOST_A_PEER.replace("closed by peer", "is a word of the reader's"))
+    assert (tmp_path / "work/failed_nodes").read_text() == "n2\n"
+    assert "requeued" not in text, "the third failure"
+
+
+def test_whoever_is_on_duty_hears_only_of_what_needs_a_person(tmp_path):
+    """The command gets one line, on what happened. If it fails, or there is none, the job's end is the same."""
+
+    def heard(script, text=None, **variables):
+        (tmp_path / "called").unlink(missing_ok=True)
+        run_batch(tmp_path, script, text, **variables)
+        if not (tmp_path / "called").exists():
+            return ""
+        return (tmp_path / "called").read_text()
+
+    assert heard("exit 0") == heard("touch work/stopped") == heard("exit 1") == ""
+    heard("exit 1")
+    assert heard("exit 1") == (
+        "job 2 (book): it failed three times without progress, and ends. "
+        "The newest checkpoint: nothing. The first to fail: n2 n2 n2 \n"
+    )
+    assert (
+        heard("touch work/stopped", SLURM_RESTART_COUNT="100") == "job 2 (book): it was started 100 times, and ends.\n"
+    )
+
+    (tmp_path / f"{NAME}.slurm.sh").write_text("")
+    plain = files(PLAIN)
+    text = plain[".sbatch"].replace(f"source ./{NAME}.slurm.sh || exit", plain[".slurm.sh"])
+    assert heard("exit 7", text) == "job 2 (book): it ended with status 7. The first node to fail: n2\n"
+
+    for command in ("", "false"):
+        status, text = run_batch(tmp_path, "exit 1", ON_CALL=command)
+        assert status == 1
+        assert text.endswith("\nON_CALL failed: false\n") == (command == "false")
+
+
+@pytest.mark.system(missing=lambda: None if shutil.which("shellcheck") else "no shellcheck on this machine")
+@pytest.mark.parametrize("script", [STOPS, RESUMES, PLAIN])
+def test_shellcheck_finds_nothing(script, tmp_path):
+    for suffix, text in files(script).items():
+        if not suffix.endswith(".yaml"):
+            (tmp_path / f"{NAME}{suffix}").write_text(text)
+    shellcheck = ["shellcheck", "--external-sources", "--severity=warning", *tmp_path.iterdir()]
+    done = subprocess.run(shellcheck, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert done.returncode == 0, done.stdout
+
+
 def test_without_the_nodes_addresses_the_job_ends(tmp_path, capfd):
-    status, text = run_batch(tmp_path, "", files()[".sbatch"].replace("scontrol --oneliner", "false"))
+    functions = files()[".slurm.sh"].replace("scontrol --oneliner", "false")
+    inline = files()[".sbatch"].replace(f"source ./{NAME}.slurm.sh || exit", functions)
+    status, text = run_batch(tmp_path, "", inline)
     assert status == 1
     assert "torchrun" not in text
     assert capfd.readouterr().err == "scontrol gives no addresses. Write the nodes' into ADDRESSES, one a line.\n"

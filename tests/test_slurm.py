@@ -53,7 +53,8 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def submit(cluster, folder, tmp_path):
     """A function that submits the exported batch file with another text in place of the trainer's script."""
-    shutil.copy(folder / f"{TRAINER}.sbatch", tmp_path)
+    for suffix in (".sbatch", ".slurm.sh"):
+        shutil.copy(folder / f"{TRAINER}{suffix}", tmp_path)
 
     def submit(text, *options):
         (tmp_path / f"{TRAINER}.py").write_text(text)
@@ -261,33 +262,93 @@ def test_the_preflight_of_chapter_12(submit, tmp_path):
     preflight, training = job.output.read_text().split("epoch 1: trained", 1)
     assert re.search(r"between nodes +0,1 +yes ", preflight) and "all-reduce" not in training
 
-    job = submit("print('epoch 1: trained')", f"--export=ALL,PREFLIGHT={chapters.preflight()}.py --floor 1000")
+    job = submit("print('epoch 1: trained')", f"--export=ALL,PREFLIGHT={chapters.preflight()}.py --network-floor 1000")
+    job.wait_for_start(0)
     job.wait_for_state("PENDING")
     job.cancel()
     [start] = job.starts()
-    assert "Below 1000 GB/s: between nodes, all ranks. Run again" in start and "trained" not in start, start
+    assert "Too slow between nodes: between nodes, all ranks. " in start, start
+    assert "inside a node" not in start
+    assert "trained" not in start
+
+    # Two ranks on each node, and a floor for the links between these two.
+    batch_file = tmp_path / f"{TRAINER}.sbatch"
+    text = batch_file.read_text()
+    for option in ("--gpus-per-node=", "--nproc-per-node="):
+        text = text.replace(f"{option}1", f"{option}2")
+    batch_file.write_text(text)
+    job = submit("print('epoch 1: trained')", f"--export=ALL,PREFLIGHT={chapters.preflight()}.py --node-floor 1000")
+    job.wait_for_start(0)
+    job.wait_for_state("PENDING")
+    job.cancel()
+    [start] = job.starts()
+    assert "Too slow inside a node: node 0, node 1. " in start, start
+    assert "between nodes: " not in start
+    assert "trained" not in start
 
 
-FAILS_ON_N1 = """\
-import os, sys
+# --- when a job fails -------------------------------------------------------------------------------------------------
 
-if os.environ["SLURMD_NODENAME"] == "n1":
-    sys.exit("a broken GPU")
+# A command for whoever is on duty: it adds the line that it reads to a file.
+ON_CALL = "--export=ALL,ON_CALL=cat >> called"
+FAILS = "import sys; sys.exit('a bug')"
+
+
+@pytest.mark.daily
+def test_a_job_that_fails_three_times_without_progress_ends_and_says_so(submit):
+    job = submit(FAILS, "--nodes=1", "--exclude=n2", ON_CALL)
+    for start in range(2):
+        job.wait_for_start(start)
+        job.requeue_soon()
+    assert "JobState=FAILED" in job.wait_for_end()
+    assert len(job.starts()) == 3
+    *_, line = (job.folder / "called").read_text().splitlines()
+    assert line.startswith(f"job {job.number} ({TRAINER}): it failed three times without progress, and ends. ")
+    assert line in job.output.read_text()
+
+
+# Rank 1 dies on n2, as with a broken GPU. Rank 0, on another node, loses its connection, and fails too.
+FAILS_ON_N2 = """\
+import os, signal
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+for step in range(100):
+    dist.all_reduce(torch.ones(1))
+    if step == 5 and os.environ["SLURMD_NODENAME"] == "n2":
+        os.kill(os.getpid(), signal.SIGKILL)
 print("epoch 1: trained")
+dist.destroy_process_group()
 """
 
 
 @pytest.mark.daily
-def test_a_node_that_was_the_first_to_fail_twice_is_excluded(cluster, submit):
-    job = submit(FAILS_ON_N1, "--nodes=1")
+def test_the_node_of_the_root_cause_is_excluded_when_it_has_failed_twice(submit):
+    job = submit(FAILS_ON_N2, "--nodes=2", ON_CALL)
     for start in range(2):
         job.wait_for_start(start)
         job.requeue_soon()
     job.wait_for_end()
-    nodes = [re.match(r"start \d on (\w+)", start)[1] for start in job.starts()]
-    assert nodes == ["n1", "n1", "n2"]
-    assert "n1 failed twice, and is excluded." in job.starts()[1]
+    nodes = [re.match(r"start \d on (\S+)", start)[1] for start in job.starts()]
+    assert nodes == ["n[1-2]", "n[1-2]", "n[1,3]"]
     assert "epoch 1: trained" in job.starts()[2]
+    [line] = (job.folder / "called").read_text().splitlines()
+    assert line.startswith(f"job {job.number} ({TRAINER}): n2 failed twice, and is excluded. ")
+    assert line in job.starts()[1]
+
+    shown = r"(?m)^start \d.*|^job .*|^.*epoch 1: trained$"
+    lines = [
+        f"$ {job.command_line.replace(ON_CALL, repr(ON_CALL))}",
+        f"Submitted batch job {job.number}",
+        f"$ cat {job.output.name}",
+    ]
+    for text in job.starts():
+        lines += [*re.findall(shown, text), "…"]
+    version = job.cluster.run("sbatch", "--version").split()[1]
+    recording = "python -m pytest tests/test_slurm.py -k root_cause"
+    recorded.compare("slurm_bad_node", "\n".join(lines[:-1]), recording, [*VARYING, r"JobId=\d+"], slurm=version)
 
 
 def test_slurm_reads_the_lines_that_a_reader_may_complete(cluster, folder, tmp_path):

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Install what the tests use beside Python packages, with Debian's apt: chromium (pages, PDF), Slurm (launch files) and
-# npm (the planner's page).
+# Install what the tests use beside Python packages, with Debian's apt: chromium (pages, PDF), Slurm and shellcheck
+# (launch files) and npm (the planner's page).
 set -eu
 missing=""
 command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null ||
@@ -8,8 +8,10 @@ command -v chromium >/dev/null || command -v chromium-browser >/dev/null || comm
 for program in slurmctld slurmd sbatch munged ip; do
     command -v $program >/dev/null || { missing="$missing slurmctld slurmd slurm-client munge iproute2" && break; }
 done
-command -v npm >/dev/null || missing="$missing npm"
-[ -n "$missing" ] || { echo "chromium, Slurm and npm are installed." && exit 0; }
+for program in shellcheck npm; do
+    command -v $program >/dev/null || missing="$missing $program"
+done
+[ -n "$missing" ] || { echo "chromium, Slurm, shellcheck and npm are installed." && exit 0; }
 
 if ! command -v apt-get >/dev/null; then
     echo "Missing:$missing. Without apt-get this cannot install them; tests that need them are skipped." >&2 && exit 1

@@ -192,14 +192,14 @@ class Phase(enum.Enum):
 def phase_of_job(folder: Path) -> Phase:
     """What a running job is doing, as far as the names of the checkpoints in its folder show it.
 
-    While the checkpoint of step 8 is written, its name is ``.step_00000008.part``. When it is complete, it is renamed
-    to ``step_00000008``. Then the oldest checkpoint is renamed, for example to ``.step_00000002``, and removed.
+    While the checkpoint of step 8 is written, its name is ``.step_00000008.tmp``. When it is complete, it is renamed
+    to ``step_00000008``. Then the oldest checkpoint is renamed, for example to ``.step_00000002.old``, and removed.
     """
     hidden_checkpoints = list(folder.glob(".step_*"))
     if not hidden_checkpoints:
         return Phase.TRAINING
     for checkpoint in hidden_checkpoints:
-        is_being_removed = checkpoint.suffix != ".part"
+        is_being_removed = checkpoint.suffix == ".old"
         is_complete = Path(checkpoint, ".metadata").exists()  # the file that is written last
         if is_being_removed or is_complete:
             return Phase.COMMITTING
@@ -292,7 +292,7 @@ class Restarts:
         last_start_had_no_steps_to_do = self.agent.printed(f"going on from step {self.STEPS},")
         if last_start_had_no_steps_to_do:
             half_written = rf"\.step_{self.STEPS:08}\.pt\.part"
-            saved_in_an_emergency = r"emergency_\d+\.pt"
+            saved_in_an_emergency = r"emergency_node\d+\.pt"
             allowed += f"|{half_written}|{saved_in_an_emergency}"
         names = [path.name for path in folder.iterdir()]
         forbidden = [name for name in names if not re.fullmatch(allowed, name)]

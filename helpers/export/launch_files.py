@@ -23,7 +23,12 @@ LONGEST_NAME = 40
 
 TEMPLATES = Path(__file__).parent / "templates"
 # {how the name of a launch file ends, behind the script's name: its template}
-TEMPLATE_OF = {".sbatch": "slurm.sbatch", ".nodes.sh": "nodes.sh", ".k8s.yaml": "k8s.yaml"}
+TEMPLATE_OF = {
+    ".sbatch": "slurm.sbatch",
+    ".slurm.sh": "slurm.sh",  # functions of the batch file, for what is rare
+    ".nodes.sh": "nodes.sh",
+    ".k8s.yaml": "k8s.yaml",
+}
 ENVIRONMENT = Environment(
     loader=FileSystemLoader(TEMPLATES),
     undefined=StrictUndefined,
@@ -63,6 +68,7 @@ def launch_files(name: str, script: str, allocation: Allocation, preflight: str)
         "script_name": f"{name}.py",
         "file": as_argument(f"{name}.py"),
         "batch_file": as_argument(f"{name}.sbatch"),
+        "functions_file": f"{name}.slurm.sh",
         "nodes_file": as_argument(f"{name}.nodes.sh"),
         "k8s_file": as_argument(f"{name}.k8s.yaml"),
         "preflight": f"{preflight}.py",

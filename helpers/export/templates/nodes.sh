@@ -14,7 +14,7 @@ export OMP_NUM_THREADS=1
 # export NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0  # on nodes with several networks; `ip -br addr` lists them
 
 # A machine's own name may mean its loopback on the machine itself, where no other node could reach it.
-address=($(getent ahosts "$host"))
+address=$(getent ahosts "$host" | head -n 1 | cut -d" " -f1)
 case $host/$address in
 127.*|localhost/*) ;;  # All nodes are this machine.
 */127.*|*/::1|*/)

@@ -118,7 +118,7 @@ def damaged_checkpoint_is_taken(module: Any) -> None:
     replace(module, "find_latest_good", lambda folder: module.finished(folder)[-1])
 
 
-@lie("10", "execut|weights_only|hostile|program", module=CHECKPOINT)
+@lie("10b", "execut|weights_only|hostile|program", module=CHECKPOINT)
 def load_file_executes_what_it_reads(module: Any) -> None:
     """`load_file` loads with `weights_only=False`, and so executes what a file says."""
 
@@ -156,6 +156,18 @@ def all_ranks_get_the_generators_of_rank_0(text: str) -> str:
     states, mine = '[\\"random\\"]', "[dist.get_rank()]"
     mixed = f'{{**plain{states}[0], \\"cpu\\": plain{states}{mine}[\\"cpu\\"]}}'
     return swap(text, f"set_random_state(plain{states}{mine}", f"set_random_state({mixed}")
+
+
+@lie("10", "kill|whole|beside", notebook=True)
+def by_hand_the_old_file_is_overwritten(text: str) -> str:
+    """The chapter's own save writes onto the old file, and not beside it."""
+    return swap(text, r"part = path.with_suffix(\".part\")", "part = path")
+
+
+@lie("10", "How big|disk|many", notebook=True)
+def no_room_for_the_save_that_runs(text: str) -> str:
+    """The disk needs room for the checkpoints that are kept, and for no other."""
+    return swap(text, "size * (keep + 1)", "size * keep")
 
 
 @lie("10", "piece|forget", notebook=True)
@@ -207,6 +219,12 @@ def the_flattened_form_names_what_is_missing(module: Any) -> None:
 def load_exactly_keeps_the_state_that_torch_made(text: str) -> str:
     """`load_exactly` keeps the optimizer's state of the zero step where the file has none."""
     return swap(text, "optimizer.state.pop(parameter, None)", "pass")
+
+
+@lie("10b", "alone|another|exactly|model", notebook=True)
+def load_exactly_takes_another_model(text: str) -> str:
+    """`load_exactly` loads a checkpoint into a model that has other weights."""
+    return swap(text, "if in_model != in_file:", "if False:")
 
 
 @lie("10b", "safetensors|slices", module="torch.distributed.checkpoint.hf_storage")

@@ -70,6 +70,32 @@ def fused_sgd_is_not_fused(module: Any) -> None:
     build_with(module.SGD, fused=False)
 
 
+@lie("14", "hook|NaN|output", notebook=True)
+def hooks_pass_over_dictionaries(text: str) -> str:
+    """The hooks that look for a NaN do not look into a module's dictionary."""
+    return swap(text, "if isinstance(value, dict):", "if False:")
+
+
+@lie("14", "together|skip|differ", notebook=True)
+def together_means_everybody(text: str) -> str:
+    """A batch is skipped only if it is an outlier on all ranks, so that nobody ever skips."""
+    return swap(
+        text, "dist.all_reduce(outlier, op=dist.ReduceOp.MAX)", "dist.all_reduce(outlier, op=dist.ReduceOp.MIN)"
+    )
+
+
+@lie("14", "HSDP|replica|drift", notebook=True)
+def shards_of_a_mesh_are_compared(text: str) -> str:
+    """Of a mesh, ranks are compared that hold different shards, and not the replicas."""
+    return swap(text, r"mesh[\"replicate\"].get_group()", r"mesh[\"shard\"].get_group()")
+
+
+@lie("14", "stand|stack", notebook=True)
+def the_commonest_stack_comes_first(text: str) -> str:
+    """Of all ranks' stacks, those that are equal come first, and the one that differs last."""
+    return swap(text, "key=lambda item: len(item[1])", "key=lambda item: -len(item[1])")
+
+
 @lie("14", "merge|lane|rank", notebook=True)
 def lanes_of_a_merged_trace_lose_their_names(text: str) -> str:
     """In the merged trace a rank's CPU and its GPU have the same name."""
@@ -100,13 +126,31 @@ def who_called_most_is_behind(text: str) -> str:
 @lie("14b", "smallest|not called|last enqueued", notebook=True)
 def every_group_counts(text: str) -> str:
     """Of the watchdog's messages, those of every group count, and not of the group that is asked for."""
-    return swap(text, "for name, rank, number in found if name == group", "for name, rank, number in found")
+    return swap(text, "if group in groups[rank, number]:", "if True:")
+
+
+@lie("14b", "smallest|not called|last enqueued", notebook=True)
+def ranks_wait_in_the_newest_call(text: str) -> str:
+    """Of the calls that timed out, the one with the largest number is taken for the one in which all wait."""
+    return swap(text, "first = min(number for", "first = max(number for")
+
+
+@lie("14b", "[Ss]ends|numbers", notebook=True)
+def sends_and_receives_are_compared(text: str) -> str:
+    """The numbers of a pipeline's sends and receives are compared, as if all ranks made the same calls."""
+    return swap(text, "if operations & {", "if not {")
+
+
+@lie("14b", "P2P|NVLink|advice", notebook=True)
+def broken_nvlink_is_called_ordinary(text: str) -> str:
+    """NCCL's warning that GPUs joined by NVLink cannot copy gets the advice on cards that never could."""
+    return swap(text, r"disabled between connected\": \"the", r"disabled between\": \"the")
 
 
 @lie("14b", "missing|timed out|Operation timed out", notebook=True)
 def every_group_is_silent(text: str) -> str:
     """Of the lines of 2.15's `nccl`, those of every group count, so that a missing rank seems to have waited."""
-    return swap(text, "for rank, name, waited in found if name == group]", "for rank, name, waited in found]")
+    return swap(text, "if of_group == group:", "if True:")
 
 
 @lie("14b", "cannot read|refuse", notebook=True)
@@ -118,13 +162,19 @@ def what_cannot_be_read_is_explained(text: str) -> str:
 @lie("14b", "cannot read|refuse", notebook=True)
 def a_line_that_is_cut_off_does_not_count(text: str) -> str:
     """A timeout's line that cannot be read whole is passed over, among others that can."""
-    return swap(text, "if call is None or (call[1], call[2]) not in of_any_group:", "if False:")
+    return swap(text, "if call is None or call.group(1, 2) not in groups:", "if False:")
 
 
 @lie("14b", "count|RAS", notebook=True)
 def ras_names_who_is_ahead(text: str) -> str:
     """In NCCL's RAS report, the ranks that have launched the most collectives are named as late."""
-    return swap(text, "if count[kind] < most}", "if count[kind] == most}")
+    return swap(text, "if count[kind] < most:", "if count[kind] == most:")
+
+
+@lie("14b", "missing|answer|RAS", notebook=True)
+def ras_overlooks_the_dead(text: str) -> str:
+    """Of NCCL's RAS report, only ranks that answer are read, so that a dead one is not named."""
+    return swap(text, r"comm.get(\"missing_ranks\", [])", "[]")
 
 
 @lie("14b", "stack|stands|server", module="torch.distributed.debug._frontend")

@@ -268,6 +268,12 @@ def each_ranks_own_numbers_are_the_same(text: str) -> str:
     return swap(text, "torch.manual_seed(seed + dist.get_rank())", "torch.manual_seed(seed)")
 
 
+@lie("07", "shape|gradient", notebook=True)
+def gradients_of_another_shape_are_passed_over(text: str) -> str:
+    """`equal_to_one_process` leaves out a gradient that has another shape, as it does with outputs."""
+    return swap(text, "elif not is_output:", "elif False:")
+
+
 @lie("07", "type|collective", module="spmd_types.checker")
 def the_checker_of_types_checks_nothing(module: Any) -> None:
     """`spmd_types` takes every operation for right."""

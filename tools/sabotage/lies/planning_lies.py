@@ -181,7 +181,7 @@ def replicas_see_the_same_images(text: str) -> str:
 @lie("16", "norm|clip|equal|plain", notebook=True)
 def what_all_slices_hold_counts_for_each(text: str) -> str:
     """The norm over a mesh counts a gradient once for each slice that holds it."""
-    return swap(text, "1 if sliced else slices", "1")
+    return swap(text, "part = part / slices", "part = part / 1")
 
 
 @lie("16", "bfloat16|precision", notebook=True)

@@ -174,7 +174,7 @@ def record_writes_no_error_file(module: Any) -> None:
     replace(module, "record", lambda function, error_handler=None: function)
 
 
-@lie("12", "signal|requeue|batch|Slurm", module="helpers.export.launch_files")
+@lie("12c", "signal|requeue|batch|Slurm", module="helpers.export.launch_files")
 def batch_file_asks_for_no_warning(module: Any) -> None:
     """The batch file does not ask Slurm for a signal before the time is up."""
 
@@ -182,6 +182,64 @@ def batch_file_asks_for_no_warning(module: Any) -> None:
     def launch_files(original: Any, *inputs: Any, **keywords: Any) -> Any:
         texts = original(*inputs, **keywords)
         return {name: re.sub(r"(?m)^#SBATCH --signal.*\n", "", text) for name, text in texts.items()}
+
+
+@lie("12c", "fail|exclude|twice", module="helpers.export.launch_files")
+def a_bad_node_comes_back(module: Any) -> None:
+    """The batch file never excludes a node, however often this node was the cause of a failure."""
+
+    @instead_of(module, "launch_files")
+    def launch_files(original: Any, *inputs: Any, **keywords: Any) -> Any:
+        texts = original(*inputs, **keywords)
+        return {name: text.replace("sort | uniq -d)", "sort | uniq -d | grep -v .)") for name, text in texts.items()}
+
+
+@lie("12c", "fail|progress|third|three", module="helpers.export.launch_files")
+def a_bug_starts_again_for_ever(module: Any) -> None:
+    """The batch file starts a job again after any number of failures without progress."""
+
+    @instead_of(module, "launch_files")
+    def launch_files(original: Any, *inputs: Any, **keywords: Any) -> Any:
+        texts = original(*inputs, **keywords)
+        return {name: text.replace('wc -l)" -ge 3', 'wc -l)" -ge 300') for name, text in texts.items()}
+
+
+@lie("12c", "progress|checkpoint|step", module="helpers.export.launch_files")
+def progress_does_not_count(module: Any) -> None:
+    """The batch file gives up after three failures, even if each start got further than the one before."""
+
+    @instead_of(module, "launch_files")
+    def launch_files(original: Any, *inputs: Any, **keywords: Any) -> Any:
+        texts = original(*inputs, **keywords)
+        return {name: text.replace("checkpoint=$(newest_checkpoint)", "checkpoint=any") for name, text in texts.items()}
+
+
+@lie("12c", "ON_CALL|message|line|person", module="helpers.export.launch_files")
+def nobody_is_told(module: Any) -> None:
+    """The batch file never calls the command for whoever is on duty."""
+
+    @instead_of(module, "launch_files")
+    def launch_files(original: Any, *inputs: Any, **keywords: Any) -> Any:
+        texts = original(*inputs, **keywords)
+        return {name: text.replace('if [ "$ON_CALL" ]', "if false") for name, text in texts.items()}
+
+
+@lie("12", "floor|NVLink|network", notebook=True)
+def one_floor_for_all_links(text: str) -> str:
+    """The check of a cluster holds the links inside a node to the network's floor."""
+    return swap(text, "if speed < node_floor:", "if speed < network_floor // 2:")
+
+
+@lie("12", "fail|node|message", notebook=True)
+def a_slow_node_fails_all_nodes(text: str) -> str:
+    """When one node is slow inside, the ranks of all broken groups fail, so that no node can be excluded."""
+    return swap(text, "for name in nodes or broken for", "for name in broken for")
+
+
+@lie("13", "emergency|node|once", notebook=True)
+def every_rank_saves_in_an_emergency(text: str) -> str:
+    """Every rank that gets an exception writes an emergency save, not one on each node."""
+    return swap(text, "emergency_node{node}.pt", "emergency_node{dist.get_rank()}.pt")
 
 
 @lie("12", "node|local rank|card", notebook=True)

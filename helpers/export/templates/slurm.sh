@@ -1,0 +1,152 @@
+# {{ batch_file }} reads this file. Its functions are for what is rare, but happens in a week on many nodes.
+# shellcheck shell=bash
+
+# Before the ranks start: forget how the last start of the job ended, and find the nodes.
+begin() {
+  mkdir -p "$JOB_FOLDER"
+  rm -f "$JOB_FOLDER/stopped" "$JOB_FOLDER/failed_nodes"
+  echo "start $START on $SLURM_JOB_NODELIST"
+  find_addresses
+}
+
+# A name of a node in Slurm may mean nothing to the other nodes, so torchrun gets the addresses that Slurm uses.
+find_addresses() {
+  ADDRESSES=$(scontrol --oneliner show node "$SLURM_JOB_NODELIST" | grep -o " NodeAddr=[^ ]*" | cut -d= -f2)
+  export ADDRESSES
+  if [ -z "$ADDRESSES" ]; then
+    echo "scontrol gives no addresses. Write the nodes' into ADDRESSES, one a line." >&2
+    exit 1
+  fi
+}
+
+# Run a Python script under one torchrun on each node. srun starts a shell there, which gets these functions as text.
+on_all_nodes() {
+  local functions
+  functions=$(declare -f on_this_node name_network note_failure lost_a_peer)
+  # shellcheck disable=SC2086  # IN_CONTAINER and NUMA_BINDING may be several words, or none.
+  srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" $IN_CONTAINER \
+    bash -c "$functions; on_this_node \"\$@\"" torchrun $NUMA_BINDING "$@"
+}
+
+# By itself gloo may take the loopback, to which Debian gives the name of the machine. This names the network that leads
+# to another node.
+name_network() {
+  local other route
+  other=$(getent ahosts "$1" | head -n 1 | cut -d" " -f1)
+  route=$(ip route get "$other")
+  route=${route#* dev }
+  export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-${route%% *}}
+}
+{% if not is_check %}
+
+# Before anything is loaded: do all ranks meet, do they add up right, and is no link slower than you accept?
+preflight() {
+  local check=${PREFLIGHT-}
+  if [ -z "${PREFLIGHT+is set}" ] && [ -e {{ preflight }} ]; then
+    check={{ preflight }}
+  fi
+  # shellcheck disable=SC2086  # a script and its flags
+  [ -z "$check" ] || on_all_nodes --max-restarts=0 --rdzv-id="preflight.$SLURM_JOB_ID.$START" $check
+}
+{% endif %}
+
+# When one node fails, the ranks of the others fail too, because they lose a connection. Note only the nodes that failed
+# by themselves: the root cause is there. The others wait, so that srun does not end that node before it is noted.
+note_failure() {
+  if lost_a_peer "$1"; then
+    sleep 5
+  else
+    echo "$SLURMD_NODENAME" >> "$JOB_FOLDER/failed_nodes"
+  fi
+}
+
+# Whether the rank that was the first to fail on this node says that another rank was gone.
+lost_a_peer() {
+  local rank errors
+  rank=$(grep -o "failed (exitcode: .*local_rank: [0-9]*" "$1/torchrun.log" | tail -n 1 | grep -o "[0-9]*$")
+  errors=$(find "$1" -path "*/attempt_*/$rank/stderr.log" -printf "%T@ %p\n" | sort -n | tail -n 1 | cut -d" " -f2-)
+  [ "$errors" ] && tail -n 30 "$errors" |
+    grep -qE "closed by peer|reset by peer|Broken pipe|likely closed|remote process exited"
+}
+
+# After the ranks have ended with this status: start again, or end. A script that was told to stop before its end has
+# saved, and has left the file `stopped` behind.
+end() {
+{% if stops %}
+  if [ -e "$JOB_FOLDER/stopped" ]; then
+    start_again
+  elif [ "$1" -ne 0 ]; then
+    after_failure "$1"
+  fi
+{% else %}
+  [ "$1" -eq 0 ] || after_failure "$1"
+{% endif %}
+  exit "$1"
+}
+
+# Say what happened, in the output and to the command ON_CALL. That it fails must not end the job.
+tell() {
+  local line="job $SLURM_JOB_ID ($SLURM_JOB_NAME): $1"
+  echo "$line"
+  if [ "$ON_CALL" ]; then
+    timeout 60 bash -c "$ON_CALL" <<< "$line" || echo "ON_CALL failed: $ON_CALL"
+  fi
+}
+{% if resumes %}
+
+# A failure is often one of the machine, so another start may help. But a third failure with the same newest checkpoint
+# ends the job, because a bug would use up the allocation.
+after_failure() {
+  local checkpoint node
+  checkpoint=$(newest_checkpoint)
+  node=$(head -n 1 "$JOB_FOLDER/failed_nodes" 2>/dev/null)
+  echo "$checkpoint $node" >> "$JOB_FOLDER/failures"
+  if [ "$(failures_at "$checkpoint" | wc -l)" -ge 3 ]; then
+    tell "it failed three times without progress, and ends. $(where_it_failed "$checkpoint")"
+    exit "$1"
+  fi
+  start_again
+  exclude_bad_node "$checkpoint"
+}
+
+newest_checkpoint() {
+  local newest
+  newest=$(find "$JOB_FOLDER" -maxdepth 1 -regextype egrep -regex ".*/step_[0-9]+(\.pt)?" | sort -V | tail -n 1)
+  echo "${newest:-nothing}"
+}
+
+failures_at() {
+  grep -F "$1 " "$JOB_FOLDER/failures"
+}
+
+where_it_failed() {
+  echo "The newest checkpoint: $1. The first to fail: $(failures_at "$1" | cut -d" " -f2 | tr "\n" " ")"
+}
+
+# Put this job into the queue again. Slurm ends this script then, but something is left to do.
+start_again() {
+  if [ "$START" -ge 100 ]; then
+    tell "it was started 100 times, and ends."
+    return
+  fi
+  trap "" TERM
+  scontrol requeue "$SLURM_JOB_ID"
+}
+
+# Slurm might give the job the same nodes, with the same broken GPU. So a node that was the first to fail twice, with
+# the same newest checkpoint, is excluded from the next start.
+exclude_bad_node() {
+  local bad excluded
+  bad=$(failures_at "$1" | cut -d" " -f2 | grep . | sort | uniq -d)
+  if [ "$bad" ]; then
+    excluded=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%x)
+    scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${excluded:+$excluded,}$bad"
+    tell "$bad failed twice, and is excluded. To take it back: scontrol update JobId=$SLURM_JOB_ID ExcNodeList="
+  fi
+}
+{% else %}
+
+after_failure() {
+  tell "it ended with status $1. The first node to fail: $(head -n 1 "$JOB_FOLDER/failed_nodes" 2>/dev/null)"
+}
+{% endif %}
