@@ -1,10 +1,13 @@
 """The planner: published rows, refusals, memory by stage, failures and plans. Nothing here starts a rank."""
 
+import ast
 import math
 from pathlib import Path
 
+import nbformat
 import pytest
 
+from helpers.export.chapters import find_notebook
 from helpers.planner import failures, memory
 from helpers.planner.cluster import cluster_of
 from helpers.planner.conventions import Conventions
@@ -116,6 +119,25 @@ def test_offloading_leaves_the_parameters():
     assert kinds["optimizer"] == kinds["gradients"] == 0 < kinds["parameters"]
 
 
+def test_a_published_row_that_contradicts_itself_is_refused():
+    """The last row of table 4 of the Llama 3 paper, in its first version: the sizes make half of the GPUs."""
+    row = {"quantity": "share of peak", "published": "38", "unit": "%", "target": "formula"}
+    row["inputs"] = (
+        "gpus = 16384, tp = 8, cp = 16, pp = 16, dp = 4, seq = 131072, batch_per_dp = 16, "
+        "tokens_per_batch = 16e6, tflops = 380e12, peak = 989e12"
+    )
+    with pytest.raises(PlanError, match="the row contradicts itself"):
+        published.reproduce(row)
+
+
+def test_moments_in_bfloat16_take_a_third_less_than_float32_states():
+    sizes = {}
+    for states in ("float32", "bfloat16-moments"):
+        kinds = memory.stage_memory(model_of("llama3-70b"), Layout(dp=64, zero=3), Conventions(states=states), 0)
+        sizes[states] = kinds["parameters"] + kinds["optimizer"]
+    assert sizes["bfloat16-moments"] / sizes["float32"] == pytest.approx(8 / 12)
+
+
 def test_the_checkpoint_interval_is_the_best_one():
     save, nodes, rate = 60, 2048, 6.5e-3
     best = failures.checkpoint_interval(save, nodes, rate)
@@ -123,6 +145,20 @@ def test_the_checkpoint_interval_is_the_best_one():
     for other in (best / 3, best * 3):
         assert failures.goodput(nodes, rate, 300, other, save) < goodput
     assert failures.goodput(100_000, rate, 7200, best, save) == 0  # Restarts take all of the time.
+
+
+def test_the_goodput_is_that_of_chapter_13():
+    """One question, one formula: the chapter's own, which it compares with a simulation."""
+    notebook = nbformat.read(find_notebook("13"), as_version=4)
+    [cell] = [cell.source for cell in notebook.cells if "def slowdown(" in cell.source]
+    functions = {"math": math}
+    [definition] = [node for node in ast.parse(cell).body if getattr(node, "name", "") == "slowdown"]
+    exec(ast.unparse(definition), functions)
+    for nodes in (1, 2048, 12_288):
+        for restart in (0, 300):
+            between = 3600 * failures.mttf_hours(nodes, 6.5e-3)
+            seconds = functions["slowdown"](360, 60, between, restart)
+            assert failures.goodput(nodes, 6.5e-3, restart, 360, 60) == pytest.approx(1 / seconds, rel=1e-9)
 
 
 SWITCHED = {  # a convention: another setting, and a number of the plan that this changes

@@ -142,16 +142,23 @@ class Case:
     layers: int
     samples: int
     micro_batches: int
+    heads: int = 8
+    levels: int = LEVELS
 
 
 GATHERED_ONCE = [
     Case(ranks=16, width=2048, layers=4, samples=1, micro_batches=1),
     Case(ranks=16, width=2048, layers=4, samples=1, micro_batches=3),
 ]
+GATHERED_EACH_TIME = [
+    Case(ranks=4, width=256, layers=4, samples=64, micro_batches=1, heads=4),  # Activations are most of it,
+    Case(ranks=8, width=256, layers=4, samples=32, micro_batches=1, levels=5000),  # and the output,
+    Case(ranks=16, width=2048, layers=4, samples=1, micro_batches=1),  # and gathered layers.
+]
 
 
-def tracked_peaks(cases):
-    """Bytes of a step of FSDP on rank 0 that gathers and reduces once, at its fullest moment."""
+def tracked_peaks(cases, gathers_once):
+    """Bytes of a step of FSDP on rank 0, at its fullest moment."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
@@ -161,9 +168,9 @@ def tracked_peaks(cases):
         dist.init_process_group("fake", rank=0, world_size=case.ranks)
         mesh = init_device_mesh("cpu", (case.ranks,))
         with FakeTensorMode():
-            model = PixelTransformer(case.width, case.layers, 8, LEVELS)
+            model = PixelTransformer(case.width, case.layers, case.heads, case.levels)
             for module in [*model.blocks, model]:
-                fully_shard(module, mesh=mesh, reshard_after_forward=False)
+                fully_shard(module, mesh=mesh, reshard_after_forward=not gathers_once)
             optimizer = torch.optim.AdamW(model.parameters())
             grey = torch.zeros(case.samples, 64, dtype=torch.long)
             labels = torch.zeros(case.samples, dtype=torch.long)
@@ -188,8 +195,21 @@ def tracked_peaks(cases):
 
 
 @pytest.mark.ranks
+def test_the_fullest_moment_is_the_trackers():
+    tracked = launch(tracked_peaks, GATHERED_EACH_TIME, False, nproc=1, timeout=200)[0]
+    fullest = []
+    for case, peak in zip(GATHERED_EACH_TIME, tracked, strict=True):
+        shape = {"width": case.width, "layers": case.layers, "heads": case.heads, "vocab": case.levels}
+        layout = Layout(dp=case.ranks, zero=3, micro_batch=case.samples, dtype="float32")
+        (kinds,) = memory(model_of({"preset": "pixels", **shape}), layout, Conventions(allocator="tensors"))
+        assert kinds.pop("total") == pytest.approx(peak, rel=0.06)
+        fullest.append(max(kinds, key=kinds.get))
+    assert fullest == ["activations", "output", "gathered"]
+
+
+@pytest.mark.ranks
 def test_gathered_once_parameters_and_gradients_stay():
-    tracked = launch(tracked_peaks, GATHERED_ONCE, nproc=1, timeout=200)[0]
+    tracked = launch(tracked_peaks, GATHERED_ONCE, True, nproc=1, timeout=200)[0]
     for case, peak in zip(GATHERED_ONCE, tracked, strict=True):
         shape = {"width": case.width, "layers": case.layers, "heads": 8, "vocab": LEVELS}
         model = model_of({"preset": "pixels", **shape})

@@ -520,3 +520,9 @@ def the_scalers_state_has_no_count(module: Any) -> None:
     @instead_of(module.GradScaler, "state_dict")
     def state_dict(original: Any, self: Any) -> dict[str, Any]:
         return original(self) | {"_growth_tracker": 0}
+
+
+@lie("cheat_sheet", "mean|targets|gradient", notebook=True)
+def a_step_is_a_mean_of_means(text: str) -> str:
+    """Each micro-batch of each rank counts alike, however many targets it has."""
+    return swap(text, "loss = loss * world_size / count", "loss = loss / len(labels) / len(group)")

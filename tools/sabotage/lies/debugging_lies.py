@@ -85,9 +85,9 @@ def together_means_everybody(text: str) -> str:
 
 
 @lie("14", "HSDP|replica|drift", notebook=True)
-def replicas_of_a_mesh_are_all_ranks(text: str) -> str:
-    """Of a mesh, all ranks are compared with each other, also those that hold different shards."""
-    return swap(text, "dist.all_gather(everyone, mine, group=group)", "dist.all_gather(everyone * 2, mine)")
+def shards_of_a_mesh_are_compared(text: str) -> str:
+    """Of a mesh, ranks are compared that hold different shards, and not the replicas."""
+    return swap(text, r"mesh[\"replicate\"].get_group()", r"mesh[\"shard\"].get_group()")
 
 
 @lie("14", "stand|stack", notebook=True)

@@ -1,9 +1,9 @@
-"""Lies (planted faults) about pipelines, tensor parallelism and long sequences."""
+"""Lies (planted faults) about pipelines, tensor parallelism, long sequences and experts."""
 
 import contextlib
 from typing import Any
 
-from sabotage.lies.telling_lies import C10D, DDP, build_with, instead_of, lie, nothing, replace, swap
+from sabotage.lies.telling_lies import C10D, DDP, FSDP, build_with, instead_of, lie, nothing, replace, swap
 
 # --- Pipelines
 
@@ -83,7 +83,48 @@ def looped_bfs_alternates_its_stages(module: Any) -> None:
 @lie("08", "hold|activations|memory", notebook=True)
 def the_meter_keeps_a_tensors_history(text: str) -> str:
     """The meter of activations keeps each tensor with its history, and so keeps some for ever."""
-    return swap(text, "tensor.detach(), meter", "tensor, meter")
+    return swap(text, "self.tensor = tensor.detach()", "self.tensor = tensor")
+
+
+@lie("08", "head|stage|slow", notebook=True)
+def the_last_stage_has_as_many_blocks(text: str) -> str:
+    """The division of the blocks into stages does not count the head."""
+    return swap(text, "slots = layers + last_less", "slots = layers")
+
+
+@lie("08", "slow|stage|cost", notebook=True)
+def a_slow_stage_is_as_fast_as_the_first(text: str) -> str:
+    """The model of a schedule takes all stages for as fast as the first."""
+    return swap(text, "COST[kind] * costs[stage]", "COST[kind] * costs[0]")
+
+
+@lie("08", "pace|slow|unequal|model", notebook=True)
+def a_slow_stage_sleeps_no_longer(text: str) -> str:
+    """The measured stages all take equally long."""
+    return swap(text, "self.unit * self.cost * COST[kind]", "self.unit * COST[kind]")
+
+
+@lie("08", "norm|clip", notebook=True)
+def each_stage_clips_by_its_own_norm(text: str) -> str:
+    """`clip_together` does not add up the ranks' squares."""
+    return swap(text, "dist.all_reduce(squares)", "pass")
+
+
+@lie("08", "finite|nan", notebook=True)
+def a_step_that_is_not_finite_is_taken(text: str) -> str:
+    """The pipeline's trainer takes a step whose gradient is not finite."""
+    return swap(text, "if norm.isfinite():", "if True:")
+
+
+@lie("08", "gather|reshard", module="torch.distributed.fsdp")
+def a_stage_gathers_for_every_micro_batch(module: Any) -> None:
+    """`fully_shard` frees a stage's blocks after each forward, whatever `reshard_after_forward` says."""
+    original = module.fully_shard
+    replace(
+        module,
+        "fully_shard",
+        lambda *inputs, **options: original(*inputs, **{**options, "reshard_after_forward": True}),
+    )
 
 
 # --- Tensor parallel
@@ -260,19 +301,13 @@ def messages_travel_the_other_way(c10d: Any) -> None:
         return original(operations)
 
 
-@lie("09", "Ulysses|all-to-all|expert", module="torch.distributed._functional_collectives")
+@lie("09 09c", "Ulysses|all-to-all|expert", module="torch.distributed._functional_collectives")
 def all_to_all_sends_no_gradient_back(module: Any) -> None:
     """The functional `all_to_all_single` gives what it received a gradient, and what it sent none."""
 
     @instead_of(module, "all_to_all_single")
     def all_to_all_single(original: Any, tensor: Any, *inputs: Any, **keywords: Any) -> Any:
         return original(tensor.detach(), *inputs, **keywords) + 0 * tensor.sum()
-
-
-@lie("09", "balance|count", notebook=True)
-def each_rank_balances_its_own_experts(text: str) -> str:
-    """The balance loss counts only this rank's tokens."""
-    return swap(text, "    dist.all_reduce(everywhere, group=group)", "    dist.get_world_size()")
 
 
 @lie("09", "zigzag|scores|order", notebook=True)
@@ -284,20 +319,14 @@ def zigzag_is_not_mirrored(text: str) -> str:
 @lie("09", "float32|bfloat16", notebook=True)
 def the_ring_adds_up_in_the_dtype_of_its_queries(text: str) -> str:
     """The ring keeps its sums in the dtype of the queries, and not in float32."""
-    return swap(text, "torch.zeros_like(query, dtype=torch.float32)", "torch.zeros_like(query)")
+    return swap(text, "    out = torch.zeros_like(query, dtype=torch.float32)", "    out = torch.zeros_like(query)")
 
 
 @lie("09", "grouped|heads", notebook=True)
 def ulysses_copies_keys_before_it_sends_them(text: str) -> str:
     """With grouped queries Ulysses sends a copy of the keys and values for each head of queries."""
     copies = "(each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))"
-    return swap(text, "for x in (query, key, value))", f"for x in (query, *{copies}))")
-
-
-@lie("09", "token|expert", notebook=True)
-def a_rank_without_tokens_computes_nothing(text: str) -> str:
-    """A rank that gets no token leaves its experts out, and they get no gradient."""
-    return swap(text, "done = torch.cat(done)[", "done = (torch.cat(done) if sum(come) else arrived)[")
+    return swap(text, "group) for x in (query, key, value))", f"group) for x in (query, *{copies}))")
 
 
 @lie("09", "heads", notebook=True)
@@ -306,24 +335,45 @@ def ulysses_does_not_check_the_heads_of_keys(text: str) -> str:
     return swap(text, r"(\"keys\", key.shape[1])", r"(\"keys\", query.shape[1])")
 
 
-@lie("09", "DDP|expert", module=DDP)
-def ddp_averages_what_it_should_ignore(module: Any) -> None:
-    """DDP averages parameters that it was told to ignore."""
-    replace(module.DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model", staticmethod(nothing))
+@lie("09", "position", notebook=True)
+def each_rank_counts_its_positions_from_0(text: str) -> str:
+    """The rotation of queries and keys counts the positions of every rank from 0."""
+    return swap(text, "torch.arange(len(mine)) if counted_from_0 else mine", "torch.arange(len(mine))")
 
 
-# --- Long sequences in practice
+@lie("09", "gather|keys", notebook=True)
+def gathered_keys_are_masked_by_their_place(text: str) -> str:
+    """The mask takes the place of a gathered key for its position."""
+    gathered = "theirs = torch.tensor(shares, device=key.device).flatten()"
+    return swap(text, gathered, "theirs = torch.arange(key.shape[2], device=key.device)")
+
 
 BALANCERS = "torch.distributed.tensor.experimental._context_parallel._load_balancer"
+CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel._attention"
 
 
-@lie("09b", "order|zigzag", module=BALANCERS)
+@lie("09 09b", "order|zigzag|balanc", module=BALANCERS)
 def a_head_tail_balancer_divides_in_order(module: Any) -> None:
     """`_HeadTailLoadBalancer` gives each rank one chunk of the sequence, and not an early and a late one."""
 
     @instead_of(module._HeadTailLoadBalancer, "_generate_indices")
     def generate_indices(original: Any, *inputs: Any, **keywords: Any) -> Any:
         return original(*inputs, **keywords).sort().values
+
+
+# --- Long sequences in practice
+
+
+@lie("09b", "count|loss|step", notebook=True)
+def each_rank_counts_its_own_targets(text: str) -> str:
+    """In the training step each rank divides its loss by the targets that it counts itself."""
+    return swap(text, "    dist.all_reduce(counted)  # 4.", "    counted = counted.clamp(min=1)  # 4.")
+
+
+@lie("09b", "gather|ring", module=CONTEXT_PARALLEL)
+def the_ring_sends_in_a_ring_by_default(module: Any) -> None:
+    """PyTorch's ring sends each piece to the next rank, also if nobody has called `set_rotate_method`."""
+    replace(module._cp_options, "rotate_method", module._RotateMethod.ALL_TO_ALL)
 
 
 @lie("09b", "balance|block", module=BALANCERS)
@@ -346,3 +396,71 @@ def a_document_sees_earlier_ones(text: str) -> str:
 def gathering_counts_only_the_forward(text: str) -> str:
     """The counter of bytes leaves the backward out."""
     return swap(text, r"_opname.startswith(\"flex_cp_allgather\")", r"_opname == \"flex_cp_allgather\"")
+
+
+# --- Experts
+
+
+@lie("09c", "balance|count", notebook=True)
+def each_rank_balances_its_own_experts(text: str) -> str:
+    """The balance loss counts only this rank's tokens."""
+    return swap(text, "    dist.all_reduce(everywhere, group=group)", "    dist.get_world_size()")
+
+
+@lie("09c", "token|expert", notebook=True)
+def a_rank_without_tokens_computes_nothing(text: str) -> str:
+    """A rank that gets no token leaves its experts out, and they get no gradient."""
+    computed = "done = grouped_experts(arrived[order], received.sum(0), up, down)"
+    return swap(text, computed, f"{computed} if len(arrived) else arrived")
+
+
+@lie("09c", "DDP|expert", module=DDP)
+def ddp_averages_what_it_should_ignore(module: Any) -> None:
+    """DDP averages parameters that it was told to ignore."""
+    replace(module.DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model", staticmethod(nothing))
+
+
+@lie("09c", "bias|weight", notebook=True)
+def the_expert_bias_enters_the_weights(text: str) -> str:
+    """The bias that balances the experts is part of the weights of their outputs, too."""
+    return swap(text, "weights = scores.gather(-1, chosen)", "weights = (scores + bias).gather(-1, chosen)")
+
+
+@lie("09c", "bias|busiest", notebook=True)
+def the_expert_bias_goes_the_wrong_way(text: str) -> str:
+    """The bias rises for the experts that got more copies than the mean."""
+    return swap(text, "torch.sign(counts.mean() - counts)", "torch.sign(counts - counts.mean())")
+
+
+@lie("09c", "bias|ranks", notebook=True)
+def each_rank_updates_its_own_expert_bias(text: str) -> str:
+    """The bias follows the tokens of this rank alone."""
+    summed = "    dist.all_reduce(counts, group=group)  # of all ranks that have this router"
+    return swap(text, summed, "    dist.get_world_size(group)")
+
+
+@lie("09c", "router|float32|bfloat16", notebook=True)
+def the_router_computes_in_bfloat16(text: str) -> str:
+    """Under autocast the router computes in bfloat16, like the rest of the model."""
+    as_outside = "enabled=torch.is_autocast_enabled(x.device.type)"
+    return swap(text, "autocast(x.device.type, enabled=False)", f"autocast(x.device.type, {as_outside})")
+
+
+@lie("09c", "mesh|expert|dp", notebook=True)
+def experts_are_summed_over_all_ranks(text: str) -> str:
+    """The gradients of experts are summed over all ranks, and not over their copies alone."""
+    summed = r"dist.all_reduce(weight.grad, group=mesh[\"dp\"].get_group())"
+    return swap(text, summed, "dist.all_reduce(weight.grad)")
+
+
+@lie("09c", "group|loop|product", notebook=True)
+def a_group_of_rows_begins_where_it_should_end(text: str) -> str:
+    """The grouped product is told where each group begins, and not where it ends."""
+    ends = "ends = counts.cumsum(0, dtype=torch.int32)"
+    return swap(text, ends, f"{ends} - counts.int()")
+
+
+@lie("09c", "divisor|FSDP", module=FSDP)
+def fsdp_keeps_its_own_divisor(module: Any) -> None:
+    """`set_gradient_divide_factor` changes nothing, so FSDP divides by the size of its mesh."""
+    replace(module.FSDPModule, "set_gradient_divide_factor", nothing)

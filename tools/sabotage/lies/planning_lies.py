@@ -41,12 +41,6 @@ def a_link_is_as_fast_as_an_all_reduce(text: str) -> str:
     return swap(text, "sent = 2 * (ranks - 1) / ranks * message", "sent = message")
 
 
-@lie("15", "moments|bfloat16", module="helpers.planner.conventions")
-def bfloat16_moments_take_four_bytes(module: Any) -> None:
-    """The planner counts AdamW's bfloat16 moments as float32."""
-    module.STATES["bfloat16-moments"] = module.STATES["float32"]
-
-
 @lie("15", "fit|memory|free", module="helpers.planner.search")
 def the_search_fills_twice_the_memory(module: Any) -> None:
     """The search lets a layout take twice the memory of a GPU."""
@@ -122,15 +116,6 @@ def fsdp_reshards_in_a_pipeline(module: Any) -> None:
     replace(module.Conventions, "gathers_once", lambda conventions, stages: conventions.gather == "once")
 
 
-@lie("15", "GiB|float32|loss", module=MEMORY)
-def the_loss_is_always_in_float32(module: Any) -> None:
-    """The planner counts logits of bfloat16 as float32."""
-
-    @instead_of(module, "logits_bytes")
-    def logits_bytes(original: Any, model: Any, layout: Any, conventions: Any) -> float:
-        return original(model, layout, conventions.with_(loss="float32"))
-
-
 @lie("15", "factor|bias|interval", module="helpers.planner.cluster")
 def an_h100_is_as_good_as_its_data_sheet(module: Any) -> None:
     """On an H100 the planner's programs reach the share of the peak that Megatron-LM reached on A100s."""
@@ -138,7 +123,7 @@ def an_h100_is_as_good_as_its_data_sheet(module: Any) -> None:
         module.PRESETS[name]["reaches"] = 1.0
 
 
-@lie("15", "layers|stages|divide", module="helpers.planner.layout")
+@lie("15", "layers|stages|interval", module="helpers.planner.layout")
 def layers_that_do_not_divide_are_left_out(module: Any) -> None:
     """The planner's stages have equally many layers, and the rest is in none of them."""
 
@@ -166,10 +151,29 @@ def a_restart_takes_no_time(module: Any) -> None:
         return original(nodes, failures, 0, interval, save)
 
 
-@lie("15", "row|contradict|mistake", module="helpers.planner.experiments.published")
-def a_row_is_never_refused(module: Any) -> None:
-    """The planner takes published rows that contradict themselves."""
-    replace(module, "contradictions", lambda row: [])
+@lie("15", "fail|kept|left", module="helpers.planner.failures")
+def failures_are_counted_to_first_order(module: Any) -> None:
+    """The planner's share of kept time is the first-order formula, for any number of failures."""
+
+    @instead_of(module, "goodput")
+    def goodput(original: Any, nodes: Any, rate: Any, restart: Any, interval: Any, save: Any) -> float:
+        between = 3600 * module.mttf_hours(nodes, rate)
+        return max(0.0, 1 - (restart + interval / 2) / between) / (1 + save / interval)
+
+
+@lie("15", "full|memory|GPU", module=MEMORY)
+def the_allocator_leaves_no_gaps(module: Any) -> None:
+    """The planner counts the tensors' bytes as if the allocator left no gaps between them."""
+    replace(module, "ALLOCATOR_GAPS", 0.0)
+
+
+@lie("decision_guide", "second|fast|TP", module="helpers.planner.step_time")
+def messages_of_slices_take_no_time(module: Any) -> None:
+    """The planner's tensor parallelism sends in no time."""
+
+    @instead_of(module, "seconds_of_parts")
+    def seconds_of_parts(original: Any, *inputs: Any) -> dict[str, float]:
+        return original(*inputs) | {"tensor parallel": 0}
 
 
 @lie("16", "image|replica", notebook=True)

@@ -102,8 +102,10 @@ def nothing_is_compiled_before_the_barrier(text: str) -> str:
 
 @lie("11b", "timeout|compile", module=C10D)
 def a_timeout_cannot_be_lowered(module: Any) -> None:
-    """`_set_pg_timeout` changes nothing."""
-    replace(module, "_set_pg_timeout", nothing)
+    """`set_timeout`, before PyTorch 2.14 `_set_pg_timeout`, changes nothing."""
+    for name in ("set_timeout", "_set_pg_timeout"):
+        if hasattr(module, name):
+            replace(module, name, nothing)
 
 
 @lie("11b", "compile", module="torch.compiler")
@@ -122,6 +124,24 @@ def a_forward_is_compiled_in_place(text: str) -> str:
 def all_fingerprints_are_equal(text: str) -> str:
     """A fingerprint depends on a gradient's size only."""
     return swap(text, "hashlib.sha256(data.numpy())", "hashlib.sha256(bytes(len(data)))")
+
+
+@lie("11b", "first|backward|gradient", notebook=True)
+def the_search_begins_at_the_first_layer(text: str) -> str:
+    """`first_difference` looks at the first layer first, whose gradient a later layer may have changed."""
+    return swap(text, "for name in reversed(mine):", "for name in mine:")
+
+
+@lie("11b", "collect|garbage|steps", notebook=True)
+def garbage_is_collected_at_any_time(text: str) -> str:
+    """Ranks that collect garbage together do not switch the usual collections off."""
+    return swap(text, '"        gc.disable()\\n"', '"        pass\\n"')
+
+
+@lie("11b", "wandb|id|run", notebook=True)
+def each_start_is_a_run_of_its_own(text: str) -> str:
+    """A resumed job does not look for the id of its run in wandb."""
+    return swap(text, "if not (is_resumed and id_file.exists()):", "if True:")
 
 
 @lie("13", "restart|start|snapshot|going on", notebook=True)
@@ -240,12 +260,6 @@ def a_slow_node_fails_all_nodes(text: str) -> str:
 def every_rank_saves_in_an_emergency(text: str) -> str:
     """Every rank that gets an exception writes an emergency save, not one on each node."""
     return swap(text, "emergency_node{node}.pt", "emergency_node{dist.get_rank()}.pt")
-
-
-@lie("13", "whole|step|save", notebook=True)
-def half_a_step_is_saved(text: str) -> str:
-    """An emergency save is also written when the optimizer has changed some weights, and others not."""
-    return swap(text, "    if not run.whole:", "    if False:")
 
 
 @lie("12", "node|local rank|card", notebook=True)
