@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 from bs4 import BeautifulSoup
+from built_pages import INTRO
 from conftest import CHAPTERS, ROOT, toc_files
-from print_pdf import INTRO, NAME, link_from_intro
+from print_pdf import NAME, link_pdf
 from pypdf import PdfReader
 
 pytestmark = [pytest.mark.daily, pytest.mark.timeout(1800)]  # the first test prints the book, for half a minute or more
@@ -103,5 +104,5 @@ def test_intro_links_it_once_it_is_there(book, pdf):
     link = BeautifulSoup(intro.read_text(encoding="utf-8"), "html.parser").select_one("p.pdf a")
     assert (intro.parent / link["href"]).resolve().read_bytes() == pdf.file.read_bytes()
     assert not (pdf.html / "print.html").exists()
-    link_from_intro(pdf.html, pdf.file, 7)  # a second `make pdf` replaces the link
+    link_pdf(pdf.html, pdf.file, 7)  # a second `make pdf` replaces the link
     assert "7 pages" in intro.read_text(encoding="utf-8")

@@ -19,11 +19,16 @@ class Section:
 
 
 @functools.cache
-def sections_of(page):
-    """{anchor of a heading: its section} of a notebook."""
+def sections_of(file):
+    """{anchor of a heading: its section} of a notebook, or of a page in Markdown."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    if file.endswith(".md"):
+        cells = [nbformat.v4.new_markdown_cell(text)]
+    else:
+        cells = nbformat.reads(text, as_version=4).cells
     sections = {}
     section = Section()  # what stands above the first heading
-    for cell in nbformat.read(ROOT / f"{page}.ipynb", as_version=4).cells:
+    for cell in cells:
         if cell.cell_type == "code":
             section.cells[cell.id] = cell
             continue
@@ -40,7 +45,7 @@ def sections_of(page):
 @pytest.mark.parametrize("question", QUESTIONS, ids=[question.text for question in QUESTIONS])
 def test_the_answer_stands_where_the_link_leads_and_its_proof_below(question):
     """A proof asserts something, or nbval compares what it printed. It may be in a section that the answer links to."""
-    sections = sections_of(question.page)
+    sections = sections_of(f"{question.page}.ipynb")
     assert question.anchor in sections, f"{question.page} has only the sections {list(sections)}"
     assert question.cells or question.sources
     answer = sections[question.anchor]

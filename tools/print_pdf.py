@@ -11,60 +11,37 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-import yaml
 from bs4 import BeautifulSoup, Tag
+from built_pages import (
+    INTRO,
+    Part,
+    address_in_book,
+    book_settings,
+    element,
+    is_chapter,
+    link_from_intro,
+    make_static,
+    parsed,
+    sections_of,
+    table_of_contents,
+    title_of,
+)
 from chromium import Missing, chromium
 from playwright.sync_api import Browser
 from pypdf import PdfReader, PdfWriter
 
-ROOT = Path(__file__).parents[1]
 NAME = "world-size-one.pdf"
-INTRO = "book/intro"
 PAPER_WIDTH = 665  # pixels between the margins of A4: 210 mm - 2 * 17 mm, at 96 to the inch
-# What has no use on paper: links beside headings, the note for JupyterLab, the frames of a figure that are not shown,
-# the hint how to make the PDF, and what lets figures move.
-ON_SCREEN_ONLY = "a.headerlink, .wso-note, .wso-view:not(.wso-on), p.pdf, figure.wso script"
 PAPER_STYLE = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
 
 PageNumbers = Mapping[str, int]  # {id of an element: number of its page on paper}
 
 
-@dataclass(frozen=True)
-class Part:
-    """A part of the book: its caption or "", and its pages, files without suffix."""
-
-    caption: str
-    pages: list[str]
-
-
-def table_of_contents() -> list[Part]:
-    """The parts in the order of _toc.yml."""
-    toc = yaml.safe_load((ROOT / "_toc.yml").read_text(encoding="utf-8"))
-    parts = [Part("", [toc["root"]])]
-    for part in toc["parts"]:
-        parts.append(Part(part.get("caption", ""), [chapter["file"] for chapter in part["chapters"]]))
-    return parts
-
-
 # --- a page of the book -----------------------------------------------------------------------------------------------
-
-
-def element(tag: Tag, selector: str) -> Tag:
-    """The first element that a selector finds; ValueError where the theme has changed and there is none."""
-    match = tag.select_one(selector)
-    if match is None:
-        raise ValueError(f"A built page has no element {selector}: has the theme changed?")
-    return match
-
-
-def title_of(article: Tag) -> str:
-    """The title of a page, which is its only heading of the first level."""
-    return element(article, "h1").get_text()
 
 
 def id_in_book(page: str, anchor: str = "") -> str:
@@ -82,9 +59,9 @@ def article_of(page: str, html: Path, pages: list[str]) -> Tag:
     without the suffix .html.
     """
     text = (html / f"{page}.html").read_text(encoding="utf-8")
-    document = BeautifulSoup(text, "html.parser")
+    document = parsed(text)
     content = element(document, "article.bd-article")
-    make_printable(content, document)
+    make_static(content, document)
     make_ids_unique(content, page)
     for link in content("a", href=True):
         lead_inside(link, html, page, pages)
@@ -95,48 +72,12 @@ def article_of(page: str, html: Path, pages: list[str]) -> Tag:
     return content
 
 
-def make_printable(content: Tag, document: BeautifulSoup) -> None:
-    """Remove from a page what works only on a screen, and open its closed boxes. ``document`` makes new tags."""
-    for tag in content.select(ON_SCREEN_ONLY):
-        tag.decompose()
-    for controls in content.select(".wso-controls"):
-        replace_controls(controls)
-    for box in content("details"):
-        open_box(box, document)
-
-
 def make_ids_unique(content: Tag, page: str) -> None:
     """Put the name of the page before each id in its content, because two pages may have a heading with the same id."""
     for tag in content(id=True):
         is_in_drawing = tag.name == "svg" or tag.find_parent("svg") is not None
         if not is_in_drawing:  # the ids of drawings are unique in the book already
             tag["id"] = id_in_book(page, str(tag["id"]))
-
-
-def replace_controls(controls: Tag) -> None:
-    """Replace the controls of a figure by a line with their values: ``Shown: world size 4, step 0.``"""
-    settings = []
-    for control in controls.select("[data-labels]"):
-        label = element(control, "legend, label > span")  # of buttons, or of a slider
-        value = element(control, ":checked + span, output")
-        settings.append(f"{label.get_text()} {value.get_text()}")
-    controls.name = "p"
-    controls.attrs = {"class": "folded"}
-    controls.string = f"Shown: {', '.join(settings)}."
-
-
-def open_box(box: Tag, document: BeautifulSoup) -> None:
-    """Make a closed box an open one, with its title as a line above it."""
-    summary = element(box, "summary")
-    title = summary.select_one(".sd-summary-text") or summary  # sphinx-design's has an icon beside the text
-    line = document.new_tag("p", attrs={"class": "folded"})
-    line.string = title.get_text()
-    summary.replace_with(line)
-    classes = "fold"
-    if box.find_parent(class_="tag_solution"):
-        classes = "fold solution"
-    box.name = "div"
-    box.attrs = {"class": classes}
 
 
 def lead_inside(link: Tag, html: Path, page: str, pages: list[str]) -> None:
@@ -164,18 +105,12 @@ def lead_inside(link: Tag, html: Path, page: str, pages: list[str]) -> None:
     del link["title"]  # the text that a browser shows beside the mouse
 
 
-def address_in_book(html: Path, page: str, address: str) -> str:
-    """A relative address on a page, as an address relative to the folder of the HTML."""
-    target = ((html / page).parent / unquote(urlsplit(address).path)).resolve()
-    return target.relative_to(html.resolve()).as_posix()
-
-
 # --- the one document -------------------------------------------------------------------------------------------------
 
 
 def front(parts: list[Part], articles: Mapping[str, Tag], numbers: PageNumbers) -> str:
     """The title page and the table of contents, as HTML. Before the first print ``numbers`` is empty."""
-    config = yaml.safe_load((ROOT / "_config.yml").read_text(encoding="utf-8"))
+    config = book_settings()
     picture = element(articles[INTRO], "img")["src"]
     return (
         f'<div id="title"><h1>{config["title"]}</h1><p>Distributed training with PyTorch, in a book whose code '
@@ -192,10 +127,9 @@ def contents(parts: list[Part], articles: Mapping[str, Tag], numbers: PageNumber
             yield f'<p class="part">{escape(part.caption)}</p>'
         for page in part.pages:
             yield contents_line("of-page", id_in_book(page), title_of(articles[page]), numbers)
-            is_chapter = re.match(r"notebooks/\d\d_", page)
-            if is_chapter:
-                for section in articles[page].select("section > section:has(> h2)"):
-                    yield contents_line("of-section", str(section["id"]), element(section, "h2").get_text(), numbers)
+            if is_chapter(page):
+                for anchor, heading in sections_of(articles[page]):
+                    yield contents_line("of-section", anchor, heading, numbers)
 
 
 def contents_line(kind: str, target: str, text: str, numbers: PageNumbers) -> str:
@@ -338,15 +272,10 @@ def printed(browser: Browser, html: Path, text: str) -> io.BytesIO:
         file.unlink()
 
 
-def link_from_intro(html: Path, pdf: Path, pages: int) -> None:
+def link_pdf(html: Path, pdf: Path, pages: int) -> None:
     """Put the PDF into the book's folder, and a link to it into the intro, in place of the hint how to make it."""
     shutil.copy(pdf, html / NAME)
-    intro = html / f"{INTRO}.html"
-    link = f'<p class="pdf"><a href="../{NAME}">The whole book as one PDF</a>, {pages} pages.</p>'
-    text, count = re.subn(r'<p class="pdf">.*?</p>', link, intro.read_text(encoding="utf-8"), flags=re.S)
-    if count != 1:
-        raise SystemExit(f"{intro} has {count} paragraphs of the class pdf, and the link belongs into one.")
-    intro.write_text(text, encoding="utf-8")
+    link_from_intro(html, NAME, f'<a href="../{NAME}">The whole book as one PDF</a>, {pages} pages.')
 
 
 def main() -> None:
@@ -359,7 +288,7 @@ def main() -> None:
         pages = print_pdf(args.html, args.out)
     except Missing as missing:
         sys.exit(str(missing))
-    link_from_intro(args.html, args.out, pages)
+    link_pdf(args.html, args.out, pages)
     print(f"{args.out}: {pages} pages, {args.out.stat().st_size / 1e6:.1f} MB")
 
 

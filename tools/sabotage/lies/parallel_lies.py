@@ -83,7 +83,48 @@ def looped_bfs_alternates_its_stages(module: Any) -> None:
 @lie("08", "hold|activations|memory", notebook=True)
 def the_meter_keeps_a_tensors_history(text: str) -> str:
     """The meter of activations keeps each tensor with its history, and so keeps some for ever."""
-    return swap(text, "tensor.detach(), meter", "tensor, meter")
+    return swap(text, "self.tensor = tensor.detach()", "self.tensor = tensor")
+
+
+@lie("08", "head|stage|slow", notebook=True)
+def the_last_stage_has_as_many_blocks(text: str) -> str:
+    """The division of the blocks into stages does not count the head."""
+    return swap(text, "slots = layers + last_less", "slots = layers")
+
+
+@lie("08", "slow|stage|cost", notebook=True)
+def a_slow_stage_is_as_fast_as_the_first(text: str) -> str:
+    """The model of a schedule takes all stages for as fast as the first."""
+    return swap(text, "COST[kind] * costs[stage]", "COST[kind] * costs[0]")
+
+
+@lie("08", "pace|slow|unequal|model", notebook=True)
+def a_slow_stage_sleeps_no_longer(text: str) -> str:
+    """The measured stages all take equally long."""
+    return swap(text, "self.unit * self.cost * COST[kind]", "self.unit * COST[kind]")
+
+
+@lie("08", "norm|clip", notebook=True)
+def each_stage_clips_by_its_own_norm(text: str) -> str:
+    """`clip_together` does not add up the ranks' squares."""
+    return swap(text, "dist.all_reduce(squares)", "pass")
+
+
+@lie("08", "finite|nan", notebook=True)
+def a_step_that_is_not_finite_is_taken(text: str) -> str:
+    """The pipeline's trainer takes a step whose gradient is not finite."""
+    return swap(text, "if norm.isfinite():", "if True:")
+
+
+@lie("08", "gather|reshard", module="torch.distributed.fsdp")
+def a_stage_gathers_for_every_micro_batch(module: Any) -> None:
+    """`fully_shard` frees a stage's blocks after each forward, whatever `reshard_after_forward` says."""
+    original = module.fully_shard
+    replace(
+        module,
+        "fully_shard",
+        lambda *inputs, **options: original(*inputs, **{**options, "reshard_after_forward": True}),
+    )
 
 
 # --- Tensor parallel

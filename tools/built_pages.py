@@ -1,0 +1,127 @@
+"""The built book's pages, as print_pdf.py and make_epub.py read them: their order, their content, and what to open."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import yaml
+from bs4 import BeautifulSoup, Tag
+
+ROOT = Path(__file__).parents[1]
+INTRO = "book/intro"
+# What has no use without a browser: links beside headings, the note for JupyterLab, the frames of a figure that are not
+# shown, the hints how to make the PDF and the EPUB, and what lets figures move.
+ON_SCREEN_ONLY = "a.headerlink, .wso-note, .wso-view:not(.wso-on), p.pdf, p.epub, figure.wso script"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the book: its caption or "", and its pages, files without suffix."""
+
+    caption: str
+    pages: list[str]
+
+
+def table_of_contents() -> list[Part]:
+    """The parts in the order of _toc.yml."""
+    toc = yaml.safe_load((ROOT / "_toc.yml").read_text(encoding="utf-8"))
+    parts = [Part("", [toc["root"]])]
+    for part in toc["parts"]:
+        parts.append(Part(part.get("caption", ""), [chapter["file"] for chapter in part["chapters"]]))
+    return parts
+
+
+def is_chapter(page: str) -> bool:
+    """Whether a page is a numbered chapter, or one of those beside it: ``notebooks/04_ddp``."""
+    return re.match(r"notebooks/\d\d_", page) is not None
+
+
+def book_settings() -> dict[str, Any]:
+    """What _config.yml says of the book: ``title``, ``author``, ``copyright`` and more."""
+    config: dict[str, Any] = yaml.safe_load((ROOT / "_config.yml").read_text(encoding="utf-8"))
+    return config
+
+
+def parsed(text: str) -> BeautifulSoup:
+    """A page's HTML as a tree of elements. Spaces that indent code stay, also in lines that are ``<code>`` alone."""
+    return BeautifulSoup(text, "html.parser", preserve_whitespace_tags={"code", "pre"})
+
+
+def element(tag: Tag, selector: str) -> Tag:
+    """The first element that a selector finds; ValueError where the theme has changed and there is none."""
+    match = tag.select_one(selector)
+    if match is None:
+        raise ValueError(f"A built page has no element {selector}: has the theme changed?")
+    return match
+
+
+def title_of(article: Tag) -> str:
+    """The title of a page, which is its only heading of the first level."""
+    return element(article, "h1").get_text()
+
+
+def sections_of(article: Tag) -> list[tuple[str, str]]:
+    """The sections of a page, (id, heading) of each heading of the second level."""
+    sections = []
+    for section in article.select("section > section:has(> h2)"):
+        sections.append((str(section["id"]), element(section, "h2").get_text()))
+    return sections
+
+
+def make_static(content: Tag, document: BeautifulSoup) -> None:
+    """Remove from a page what works only on a screen, and open its closed boxes. ``document`` makes new tags."""
+    for tag in content.select(ON_SCREEN_ONLY):
+        tag.decompose()
+    for controls in content.select(".wso-controls"):
+        replace_controls(controls)
+    for box in content("details"):
+        open_box(box, document)
+
+
+def replace_controls(controls: Tag) -> None:
+    """Replace the controls of a figure by a line with their values: ``Shown: world size 4, step 0.``"""
+    settings = []
+    for control in controls.select("[data-labels]"):
+        label = element(control, "legend, label > span")  # of buttons, or of a slider
+        value = element(control, ":checked + span, output")
+        settings.append(f"{label.get_text()} {value.get_text()}")
+    controls.name = "p"
+    controls.attrs = {"class": "folded"}
+    controls.string = f"Shown: {', '.join(settings)}."
+
+
+def open_box(box: Tag, document: BeautifulSoup) -> None:
+    """Make a closed box an open one, with its title as a line above it."""
+    summary = element(box, "summary")
+    title = summary.select_one(".sd-summary-text") or summary  # sphinx-design's has an icon beside the text
+    line = document.new_tag("p", attrs={"class": "folded"})
+    line.string = title.get_text()
+    summary.replace_with(line)
+    classes = "fold"
+    if box.find_parent(class_="tag_solution"):
+        classes = "fold solution"
+    box.name = "div"
+    box.attrs = {"class": classes}
+
+
+def address_in_book(html: Path, page: str, address: str) -> str:
+    """A relative address on a page, as an address relative to the folder of the HTML."""
+    target = ((html / page).parent / unquote(urlsplit(address).path)).resolve()
+    return target.relative_to(html.resolve()).as_posix()
+
+
+def link_from_intro(html: Path, name: str, link: str) -> None:
+    """Replace the paragraph of the intro that says how to make a file by a link to it.
+
+    ``html`` is the folder of the built book. The paragraph's class is the suffix of the file's ``name``: pdf or epub.
+    ``link`` is its new content.
+    """
+    intro = html / f"{INTRO}.html"
+    kind = Path(name).suffix.removeprefix(".")
+    pattern = rf'<p class="{kind}">.*?</p>'
+    text, count = re.subn(pattern, f'<p class="{kind}">{link}</p>', intro.read_text(encoding="utf-8"), flags=re.S)
+    if count != 1:
+        raise SystemExit(f"{intro} has {count} paragraphs of the class {kind}, and the link belongs into one.")
+    intro.write_text(text, encoding="utf-8")
