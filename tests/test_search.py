@@ -17,7 +17,7 @@ sys.path.append(str(ROOT / "book" / "_ext"))
 from book_search import ERRORS, Entry, read_errors
 
 MAX_RESULTS = 3  # that a reader looks at
-MAX_BYTES = 450_000  # of all that the search loads
+MAX_BYTES = 600_000  # of all that the search loads
 SECTION = re.compile(r'(?s)<section[^>]* id="([^"]+)"[^>]*>\s*(?:<span[^>]*></span>)*<h\d>(.*?)<a class="headerlink"')
 
 
