@@ -118,6 +118,18 @@ def adam_does_not_rescale(module: Any) -> None:
     build_with(module.Adam, eps=1.0)
 
 
+@lie("03", "NumPy", notebook=True)
+def noise_seed_has_more_than_32_bits(text: str) -> str:
+    """The seed of the noise goes to NumPy as it is, also if it has more than 32 bits."""
+    return swap(text, "noise_seed % 2**32", "noise_seed")
+
+
+@lie("03", "DDP", notebook=True)
+def ddp_loop_sums_its_losses(text: str) -> str:
+    """The loop with DDP takes the sum of its losses, not their mean."""
+    return swap(text, "labels)  # a plain mean", r"labels, reduction=\"sum\")  # a plain mean")
+
+
 # --- Data loaders in real projects
 
 
@@ -202,7 +214,7 @@ def tensors_are_pickled_whole(module: Any) -> None:
 @lie("03b", "preload|server", notebook=True)
 def the_server_imports_nothing(text: str) -> str:
     """The fork server is not told to import torch, so that each worker imports it."""
-    return swap(text, r"cost_of_a_worker(\"torch\")", "cost_of_a_worker()")
+    return swap(text, r"cost_of_a_worker(\"__main__\", \"torch\")", r"cost_of_a_worker(\"json\")")
 
 
 @lie("03b", "map|file", notebook=True)
