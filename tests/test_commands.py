@@ -210,7 +210,9 @@ STACKS_OF_ALL_RANKS = (
 NOT_HERE = {  # why a line cannot be run here
     "make lock": "asks PyPI for the newest versions",
     "make PYTHON=python3.14 lab": "installs from PyPI; test_set_up.py tests which PyTorch is taken",
+    "make PYTHON=python3.13 lab": "as make PYTHON=python3.14 lab",
     "make lab TORCH=2.14.1": "as make PYTHON=python3.14 lab",
+    'make lab ARGS="--no-browser --port=8888"': "waits for a browser on another machine",
     "make test ALL=1 TORCH=2.16.0": "there is no PyTorch 2.16 yet",
     "make bench": "installs other libraries from PyPI, and needs an idle machine",
     "make bench ARGS=--record": "as make bench",
