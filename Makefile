@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE  # without bytecode each of the tests' processe
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help book pages pdf epub publish serve lab scripts run chapter check test rehearse gpu sabotage soak bench outputs system lock
+.PHONY: help book pages pdf epub translate publish serve lab scripts run chapter check test rehearse gpu sabotage soak bench outputs system lock
 
 help:
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
@@ -41,6 +41,8 @@ pdf: book  ## build the book, and print all of it as one PDF, which its first pa
 	@$(BIN)/python tools/print_pdf.py _build/html _build/world-size-one.pdf
 epub: book  ## build the book, and make one EPUB of it for e-readers, which its first page then links
 	@$(BIN)/python tools/make_epub.py _build/html _build/world-size-one.epub
+translate: scripts  ## a translation: what is left to translate, and the book in it  (LANGUAGE=de PAGE=book/glossary)
+	@$(BIN)/python tools/translate.py $(LANGUAGE) $(PAGE)
 publish: export BOOK_REPOSITORY_URL = $(ADDRESS)
 publish: $(if $(ADDRESS),book)  ## the book for its ADDRESS=https://github.com/OWNER/NAME, with launch buttons
 	@test -n "$(ADDRESS)" || { echo "Give the repository: make publish ADDRESS=https://github.com/OWNER/NAME" >&2; exit 1; }

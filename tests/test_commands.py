@@ -149,6 +149,10 @@ TESTS = {  # by which other test a line is run
     "make pages": "test_browser.py::test_the_measures_of_a_page_are_those_of_its_blocks",
     "make pdf": "test_pdf.py::test_every_page_of_the_toc_is_there_under_its_title_and_number",
     "make epub": "test_epub.py::test_each_chapter_is_there_with_its_code_and_outputs",
+    "make translate LANGUAGE=de": "test_translation.py::test_the_command_lists_what_a_translator_has_to_do",
+    "make translate LANGUAGE=de PAGE=book/glossary": (
+        "test_translation.py::test_a_page_whose_translation_begins_gets_a_catalogue"
+    ),
     "make gpu": "../Makefile::python -m helpers verify $(ARGS)",
     "make rehearse": "../.ci/run::part make rehearse",
     "make sabotage": "../.ci/run::part make sabotage",
@@ -206,7 +210,9 @@ STACKS_OF_ALL_RANKS = (
 NOT_HERE = {  # why a line cannot be run here
     "make lock": "asks PyPI for the newest versions",
     "make PYTHON=python3.14 lab": "installs from PyPI; test_set_up.py tests which PyTorch is taken",
+    "make PYTHON=python3.13 lab": "as make PYTHON=python3.14 lab",
     "make lab TORCH=2.14.1": "as make PYTHON=python3.14 lab",
+    'make lab ARGS="--no-browser --port=8888"': "waits for a browser on another machine",
     "make test ALL=1 TORCH=2.16.0": "there is no PyTorch 2.16 yet",
     "make bench": "installs other libraries from PyPI, and needs an idle machine",
     "make bench ARGS=--record": "as make bench",

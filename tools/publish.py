@@ -27,6 +27,10 @@ import importlib.util
 
 if importlib.util.find_spec("helpers") is None:
     %pip install --quiet {wheel}
+
+from helpers.ranks.older_torch import use_newer_names
+
+use_newer_names()  # in case that PyTorch is older than 2.13, with which the book begins
 """
 
 

@@ -23,6 +23,8 @@ from multiprocessing import connection, forkserver, parent_process
 from pathlib import Path
 from typing import Any
 
+from helpers.ranks.older_torch import use_newer_names
+
 NOTEBOOK = "notebook cell"
 
 # What a rank says through its pipe. Single bytes, so that a rank that dies cannot leave half a message.
@@ -253,6 +255,7 @@ def start_group(rank: int, call: Call) -> Any:
     import torch
     import torch.distributed as dist
 
+    use_newer_names()
     share_cores(call.world_size)
     dist.set_debug_level_from_env()  # torch read the variable in the forkserver, before it had its value
     draw_own_numbers()

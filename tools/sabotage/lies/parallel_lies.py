@@ -274,6 +274,40 @@ def gradients_of_another_shape_are_passed_over(text: str) -> str:
     return swap(text, "elif not is_output:", "elif False:")
 
 
+@lie("07", "recompute|sum|all-reduce", notebook=True)
+def a_checkpoint_always_stops_early(text: str) -> str:
+    """A recomputed block that runs to its end sends no more sums than one that stops early."""
+    return swap(text, "set_checkpoint_early_stop(early_stop)", "set_checkpoint_early_stop(True)")
+
+
+@lie("07", "embedding", notebook=True)
+def a_divided_embedding_sends_all_tokens(text: str) -> str:
+    """The divided embedding gives every rank all tokens, by an all-reduce."""
+    return swap(
+        text,
+        "rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))",
+        "rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())",
+    )
+
+
+@lie("07", "norm|SequenceParallel", notebook=True)
+def norms_are_not_broadcast(text: str) -> str:
+    """The norms of the ranks are not made equal before the model is divided."""
+    return swap(text, "if cured:", "if False:")
+
+
+@lie("07", "CPU|DTensor", notebook=True)
+def a_dtensor_costs_the_cpu_nothing(text: str) -> str:
+    """The addition that is measured as that of DTensors adds plain tensors."""
+    return swap(text, "seconds(lambda: on_mesh + on_mesh)", "seconds(lambda: plain + plain)")
+
+
+@lie("07", "embedding|head|unit|block", notebook=True)
+def the_embedding_is_not_divided_in_the_model(text: str) -> str:
+    """`parallelize_rest` leaves the embedding of the grey levels whole on every rank."""
+    return swap(text, 'plan = {\\"level\\": level, \\"blocks.0\\": cut,', 'plan = {\\"blocks.0\\": cut,')
+
+
 @lie("07", "type|collective", module="spmd_types.checker")
 def the_checker_of_types_checks_nothing(module: Any) -> None:
     """`spmd_types` takes every operation for right."""

@@ -1,0 +1,72 @@
+"""The published copy of a notebook: its first cell installs the helpers where they are missing, and nothing else."""
+
+import functools
+import http.server
+import os
+import subprocess
+import sysconfig
+import threading
+import venv
+
+import nbformat
+import publish
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT
+
+from helpers.ranks.older_torch import NEWER_NAMES, use_newer_names
+
+CHAPTER = ROOT / "notebooks" / "04_ddp.ipynb"
+
+
+def published(wheel):
+    return nbformat.reads(publish.with_first_cell(CHAPTER, wheel), as_version=4)
+
+
+def test_the_other_cells_are_the_chapters():
+    assert published("a.whl").cells[1:] == nbformat.read(CHAPTER, as_version=4).cells
+
+
+@pytest.mark.slow
+def test_the_first_cell_installs_the_helpers_beside_the_pytorch_that_is_there(tmp_path):
+    """On a machine that has everything but the helpers, with the book's site on the loopback. It can run twice."""
+    wheel = publish.build_wheel(tmp_path / "site" / "wheels")
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path / "site")
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}/wheels/{wheel.name}"
+
+    environment = tmp_path / "venv"
+    venv.create(environment, symlinks=True, with_pip=True)
+    [site] = (environment / "lib").glob("python*/site-packages")
+    # Its packages are this environment's, but for the helpers, which a file that is not read there makes importable.
+    (site / "others.pth").write_text(sysconfig.get_path("purelib"))
+    program = tmp_path / "cell.py"
+    program.write_text(
+        "from IPython.core.interactiveshell import InteractiveShell\n"
+        "shell = InteractiveShell.instance()\n"
+        f"shell.run_cell({published(address).cells[0].source!r}).raise_error()\n"
+        "import helpers, torch\n"
+        "print(helpers.__file__, torch.__version__)\n"
+    )
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    command = [environment / "bin" / "python", program]
+    printed = []
+    for _ in range(2):
+        done = subprocess.run(command, env=clean, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        printed.append(done.stdout.splitlines()[-1])
+    server.shutdown()
+    server.server_close()
+    assert printed[0] == printed[1]
+    assert printed[0].startswith(str(site / "helpers"))
+    assert printed[0].endswith(torch.__version__)
+
+
+def test_an_older_pytorch_gets_the_newer_names(monkeypatch):
+    for newer in NEWER_NAMES:
+        monkeypatch.delattr(dist, newer)
+    use_newer_names()
+    for newer, older in NEWER_NAMES.items():
+        assert getattr(dist, newer) is getattr(dist, older)
