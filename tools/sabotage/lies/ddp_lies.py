@@ -113,7 +113,7 @@ def ranks_without_a_sampler_see_other_images(text: str) -> str:
     return swap(
         text,
         "my_first_images, _ = next(iter(loader))",
-        "my_first_images, _ = next(iter(make_loader(train_set, 192, 0)))",
+        "my_first_images, _ = next(iter(make_loader(train_set, 192, 0, device)))",
     )
 
 

@@ -202,7 +202,7 @@ def tensors_are_pickled_whole(module: Any) -> None:
 @lie("03b", "preload|server", notebook=True)
 def the_server_imports_nothing(text: str) -> str:
     """The fork server is not told to import torch, so that each worker imports it."""
-    return swap(text, r"cost_of_a_worker(\"torch\")", "cost_of_a_worker()")
+    return swap(text, r"cost_of_a_worker(\"__main__\", \"torch\")", r"cost_of_a_worker(\"json\")")
 
 
 @lie("03b", "map|file", notebook=True)
