@@ -118,6 +118,18 @@ def adam_does_not_rescale(module: Any) -> None:
     build_with(module.Adam, eps=1.0)
 
 
+@lie("03", "NumPy", notebook=True)
+def noise_seed_has_more_than_32_bits(text: str) -> str:
+    """The seed of the noise goes to NumPy as it is, also if it has more than 32 bits."""
+    return swap(text, "noise_seed % 2**32", "noise_seed")
+
+
+@lie("03", "DDP", notebook=True)
+def ddp_loop_sums_its_losses(text: str) -> str:
+    """The loop with DDP takes the sum of its losses, not their mean."""
+    return swap(text, "labels)  # a plain mean", r"labels, reduction=\"sum\")  # a plain mean")
+
+
 # --- Data loaders in real projects
 
 
