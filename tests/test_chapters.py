@@ -174,6 +174,7 @@ def test_a_page_without_a_question_fails_the_build(small_book):
 
 TEACHING = {  # files that may name a chapter by its file's name: to teach what
     "README.md": "where the first lines of code come from",
+    "SKILL.md": "which section proves a rule",
     "Makefile": "what the arguments of the commands look like",
     "helpers/export/command.py": "what CHAPTER may be",
     "helpers/rehearsal/command.py": "what CHAPTER may be",
@@ -183,6 +184,7 @@ TEACHING = {  # files that may name a chapter by its file's name: to teach what
     "tests/plain_code_exceptions.txt": "not to teach: it lists cells by their places, and only shrinks",
     "helpers/training_check.py": "which section explains a mistake",
     "tools/store_outputs.py": "what the path of a notebook looks like",
+    "tools/built_pages.py": "what a link to a page looks like",
 }
 
 

@@ -194,7 +194,6 @@ TESTS = {  # by which other test a line is run
     },
     "srun python -m helpers doctor": f"{SLURM}doctor_under_srun",
     f"cd scripts && sbatch {TRAINER}.sbatch --epochs 50": f"{SLURM}a_job_that_is_stopped_preempted_and_loses_a_node",
-    "scontrol requeue": f"{SLURM}a_job_that_is_stopped_preempted_and_loses_a_node",
     "scontrol show hostnames": f"{SLURM}a_job_that_is_stopped_preempted_and_loses_a_node",
     "sbatch --test-only FILE": f"{SLURM}slurm_reads_the_lines_that_a_reader_may_complete",
     "python -m helpers export 12 --slurm --nodes 2 --gpus-per-node 8 --time 00:10:00 && cd scripts "

@@ -13,11 +13,11 @@ import publish
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT
+from conftest import CHAPTERS, ROOT
 
 from helpers.ranks.older_torch import NEWER_NAMES, use_newer_names
 
-CHAPTER = ROOT / "notebooks" / "04_ddp.ipynb"
+CHAPTER = ROOT / f"{CHAPTERS[0]}.ipynb"
 
 
 def published(wheel):

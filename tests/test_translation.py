@@ -11,7 +11,7 @@ import pytest
 import translate
 from babel.messages import Catalog
 from bs4 import BeautifulSoup
-from conftest import ROOT, build, toc_files
+from conftest import CHAPTERS, ROOT, build, toc_files
 
 CATALOGUES = sorted(translate.CATALOGUES.glob("*/LC_MESSAGES/**/*.po"))
 GERMAN_PAGE = "book/how_to_run"
@@ -157,6 +157,4 @@ def test_a_translated_page_is_german_and_the_others_are_english(german):
     assert page.select_one("#what-is-installed h2").get_text().startswith("Was installiert wird")
     assert "Start ranks from a cell" not in page.get_text()
     assert "make lab" in page.get_text()
-    assert (
-        "A mistake and its error" in BeautifulSoup(article(german, "notebooks/00_first_run"), "html.parser").get_text()
-    )
+    assert "A mistake and its error" in BeautifulSoup(article(german, CHAPTERS[0]), "html.parser").get_text()
