@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from helpers.ranks.older_torch import use_newer_names
+
 COLLECTIVES = (
     "broadcast",
     "scatter",
@@ -207,18 +209,13 @@ def collective_with_parts_on_rank_0(name: str, data: DataOfRanks) -> Exchange:
 
 def collective_of_own_parts(name: str, data: DataOfRanks) -> Exchange:
     """An all-gather of one part of each rank, or a reduce-scatter that leaves each rank one part of the sum."""
-    if hasattr(dist, "all_gather_single"):
-        all_gather = dist.all_gather_single
-        reduce_scatter = dist.reduce_scatter_single
-    else:  # A cluster may have an older PyTorch: before 2.13 these two had other names.
-        all_gather = dist.all_gather_into_tensor
-        reduce_scatter = dist.reduce_scatter_tensor
+    use_newer_names()  # a cluster may have an older PyTorch
     if name == "all_gather":
         received = torch.zeros_like(data.own)
-        start = partial(all_gather, received, data.own_part(), async_op=True)
+        start = partial(dist.all_gather_single, received, data.own_part(), async_op=True)
         return Exchange(start, received, expected=data.one_part_of_each_rank)
     received_part = data.empty_part()
-    start = partial(reduce_scatter, received_part, data.own, async_op=True)
+    start = partial(dist.reduce_scatter_single, received_part, data.own, async_op=True)
     own_part_of_sum = data.sum_of_ranks.chunk(data.world_size)[data.rank]
     return Exchange(start, received_part, expected=own_part_of_sum)
 

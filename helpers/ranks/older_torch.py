@@ -1,7 +1,7 @@
 """Newer names of PyTorch's functions, for machines whose PyTorch is older than the book's.
 
 The book is for PyTorch 2.13 and newer. Colab and Kaggle may have 2.11 or 2.12, which have the same collectives under
-other names. The cell that installs the helpers there calls ``use_newer_names``, and so does each rank.
+other names. The cell that installs the helpers there calls ``use_newer_names``, and so do each rank and the doctor.
 """
 
 NEWER_NAMES = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
