@@ -83,6 +83,10 @@ WAYS = {
         "ln -s $(type -P true) few/apt-get; PATH=$PWD/few {}",
         status=2,
     ),
+    "make publish ADDRESS=…": Way(
+        ("Give the repository: make publish ADDRESS=", "jupyter-book build", 'publish.py "https://github.com/OWNER/NAME"'),
+        typed="make publish || make publish ADDRESS=https://github.com/OWNER/NAME --dry-run",
+    ),
     "make chapter NAME=NN_topic": Way(
         ("is a copy of the template", f"make check CHAPTER={NEXT}"),
         typed=f"cp _toc.yml before && make chapter NAME={NEXT}_topic "
