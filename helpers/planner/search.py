@@ -274,8 +274,7 @@ def search(
     constraints: fields of a Layout that are given: a value to keep, such as tp=8, or a list of values to try instead of
     the default ones, such as tp=[4, 8]. Tensor parallelism comes with sequence parallelism, unless that is given.
     """
-    for result in searching(model, cluster, batch, conventions, **constraints):
-        pass
+    *_, result = searching(model, cluster, batch, conventions, **constraints)
     return result
 
 
