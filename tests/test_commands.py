@@ -84,7 +84,11 @@ WAYS = {
         status=2,
     ),
     "make publish ADDRESS=…": Way(
-        ("Give the repository: make publish ADDRESS=", "jupyter-book build", 'publish.py "https://github.com/OWNER/NAME"'),
+        (
+            "Give the repository: make publish ADDRESS=",
+            "jupyter-book build",
+            'publish.py "https://github.com/OWNER/NAME"',
+        ),
         typed="make publish || make publish ADDRESS=https://github.com/OWNER/NAME --dry-run",
     ),
     "make chapter NAME=NN_topic": Way(

@@ -274,6 +274,21 @@ def search(
     constraints: fields of a Layout that are given: a value to keep, such as tp=8, or a list of values to try instead of
     the default ones, such as tp=[4, 8]. Tensor parallelism comes with sequence parallelism, unless that is given.
     """
+    *_, result = searching(model, cluster, batch, conventions, **constraints)
+    return result
+
+
+def searching(
+    model: str | dict[str, Any] | Model,
+    cluster: Cluster,
+    batch: int,
+    conventions: dict[str, Any] | Conventions | None = None,
+    **constraints: Any,
+) -> Iterator[Search]:
+    """The same search, in parts: yields what there is after each choice of mesh sizes. Only the last is ranked.
+
+    A page that shows the result can answer something else between two parts, or give the search up.
+    """
     model = model_of(model)
     options = values_to_try(model, cluster, batch, constraints)
     result = Search(model, cluster, Conventions.of(conventions or {}), tuple(constraints))
@@ -289,9 +304,10 @@ def search(
     settings = [setting for setting in combinations(other_options) if setting["zero"] == 3 or setting["shard"] == 0]
     for mesh in combinations(mesh_options):
         result.add_mesh(mesh, settings, batch)
+        yield result
     result.fits.sort(key=lambda fit: fit.step.rounded)
     result.too_large.sort(key=lambda candidate: candidate.bytes)
-    return result
+    yield result
 
 
 def values_to_try(model: Model, cluster: Cluster, batch: int, constraints: dict[str, Any]) -> dict[str, list[Any]]:
