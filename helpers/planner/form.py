@@ -132,7 +132,8 @@ def ranking(values: Mapping[str, str]) -> Iterator[Answer | None]:
     if sought not in rankings:  # The page asks again after each change, also of the layout, which changes nothing here.
         model, cluster, batch, dtype = sought
         try:
-            for result in searching(model, cluster, batch, dtype=dtype):
+            for so_far in searching(model, cluster, batch, dtype=dtype):
+                result = so_far
                 yield None
             html = search_html(result)
         except (PlanError, ArithmeticError) as error:
