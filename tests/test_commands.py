@@ -102,6 +102,11 @@ WAYS = {
     ),
     "make run CHAPTER=04 NPROC=4": Way(('result .*"world_size": 4',), daily=True),
     "make soak CHAPTER=NN": Way(("2 ranks", "4 ranks"), typed="{} ARGS='--runs 1'", daily=True),
+    "dd if=/dev/zero of=/shared/runs/speed.$(hostname) bs=64M count=160 oflag=direct conv=fsync": Way(  # 16 MB here
+        (r"16777216 bytes.* copied, .*/s",),
+        ("speed",),
+        "dd if=/dev/zero of=speed bs=1M count=16 oflag=direct conv=fsync",
+    ),
     "make scripts": exports(*(f"{path.stem}.py" for path in CHAPTERS)),
     "python -m helpers verify --minutes 8 --out results": Way(  # There is no GPU here.
         ("error: .*GPU.*\n.+",), status=1, never_prints=("Traceback",)
