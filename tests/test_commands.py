@@ -198,7 +198,7 @@ TESTS = {  # by which other test a line is run
     f"torchrun --nnodes=2 {C10D.format('--rdzv-id=JOB ')} --nproc-per-node=2 place.py": (
         f"{TWO_HOSTS}two_kinds_of_rendezvous"
     ),
-    f"torchrun --nproc-per-node=gpu --nnodes=2 --max-restarts=3 {C10D.format('')} train.py": (
+    f"torchrun --nproc-per-node=8 --nnodes=2 --max-restarts=3 {C10D.format('')} train.py": (
         f"{TWO_HOSTS}a_worker_an_agent_a_link_are_lost"
     ),
     **{

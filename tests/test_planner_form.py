@@ -126,7 +126,7 @@ def test_a_page_in_a_folder_says_what_to_do(context, book):
     page = context.new_page()
     page.goto((book.html / f"{PAGE}.html").as_uri())
     assert "Run make serve" in page.inner_text(".planner-status")
-    assert "fits" in page.inner_text(".planner-answer")
+    assert "of the 74.5 GiB of a GPU" in page.inner_text(".planner-answer")
     page.close()
 
 
