@@ -244,6 +244,16 @@ def nobody_is_told(module: Any) -> None:
         return {name: text.replace('if [ "$ON_CALL" ]', "if false") for name, text in texts.items()}
 
 
+@lie("12c", "hang|timeout|blame", module="helpers.export.launch_files")
+def in_a_hang_the_healthy_nodes_are_to_blame(module: Any) -> None:
+    """The batch file takes a node whose ranks reach a timeout for the cause of a failure."""
+
+    @instead_of(module, "launch_files")
+    def launch_files(original: Any, *inputs: Any, **keywords: Any) -> Any:
+        texts = original(*inputs, **keywords)
+        return {name: text.replace('grep -qE "$gone|$late"', 'grep -qE "$gone"') for name, text in texts.items()}
+
+
 @lie("12c", "overwrite|own|copy|functions", module="helpers.export.chapters")
 def an_export_replaces_your_script(module: Any) -> None:
     """An export overwrites a script that differs from its own, also without `--force`."""
