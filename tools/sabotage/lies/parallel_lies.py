@@ -116,6 +116,12 @@ def a_step_that_is_not_finite_is_taken(text: str) -> str:
     return swap(text, "if norm.isfinite():", "if True:")
 
 
+@lie("08", "reduce|FSDP", module="torch.distributed.pipelining.stage")
+def a_stage_reduces_after_every_micro_batch(module: Any) -> None:
+    """A `PipelineStage` lets FSDP reduce the gradient after the backward of each micro-batch."""
+    replace(module.FSDPModule, "set_requires_gradient_sync", nothing)
+
+
 @lie("08", "gather|reshard", module="torch.distributed.fsdp")
 def a_stage_gathers_for_every_micro_batch(module: Any) -> None:
     """`fully_shard` frees a stage's blocks after each forward, whatever `reshard_after_forward` says."""
