@@ -56,7 +56,7 @@ serve: $(READY)  ## show the built book on 127.0.0.1  (PORT=8000)
 
 lab: $(READY)  ## open the notebooks in JupyterLab
 	@$(BIN)/jupyter trust notebooks/*.ipynb >/dev/null  # or JupyterLab strips the stored figures
-	@$(BIN)/jupyter lab --ip=127.0.0.1 --LabApp.default_url=/lab/tree/notebooks $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)
+	@$(BIN)/jupyter lab --config=tools/lab/jupyter_config.py --ip=127.0.0.1 --LabApp.default_url=/lab/tree/notebooks $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)
 
 scripts: $(READY)  ## write every chapter's torchrun script to scripts/
 	@$(BIN)/python -m helpers export --all --out scripts --force

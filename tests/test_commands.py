@@ -84,7 +84,11 @@ WAYS = {
         status=2,
     ),
     "make publish ADDRESS=…": Way(
-        ("Give the repository: make publish ADDRESS=", "jupyter-book build", 'publish.py "https://github.com/OWNER/NAME"'),
+        (
+            "Give the repository: make publish ADDRESS=",
+            "jupyter-book build",
+            'publish.py "https://github.com/OWNER/NAME"',
+        ),
         typed="make publish || make publish ADDRESS=https://github.com/OWNER/NAME --dry-run",
     ),
     "make chapter NAME=NN_topic": Way(
@@ -189,7 +193,7 @@ TESTS = {  # by which other test a line is run
     f"torchrun --nnodes=2 {C10D.format('--rdzv-id=JOB ')} --nproc-per-node=2 place.py": (
         f"{TWO_HOSTS}two_kinds_of_rendezvous"
     ),
-    f"torchrun --nproc-per-node=gpu --nnodes=2 --max-restarts=3 {C10D.format('')} train.py": (
+    f"torchrun --nproc-per-node=8 --nnodes=2 --max-restarts=3 {C10D.format('')} train.py": (
         f"{TWO_HOSTS}a_worker_an_agent_a_link_are_lost"
     ),
     **{

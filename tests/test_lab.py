@@ -65,6 +65,7 @@ def lab(tmp_path_factory):
         "--port=0",
         f"--IdentityProvider.token={token}",
         f"--ServerApp.root_dir={notebooks}",
+        f"--config={ROOT / 'tools' / 'lab' / 'jupyter_config.py'}",  # as `make lab`
         "--LabApp.expose_app_in_browser=True",
         "--LabApp.news_url=",
         "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
@@ -146,6 +147,75 @@ def test_chapter_runs_in_jupyterlab(browser, lab, chapter):
                 knob.press("ArrowLeft")
             assert shown_frame(figure) != before
     page.close()
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A function that makes a repository with a notebook of the book, with the filter that the first make sets up."""
+    shutil.copy(ROOT / ".gitattributes", tmp_path)
+    program = f'"{sys.executable}" "{ROOT}/tools/lab/keep_stored_outputs.py" %f'
+
+    def git(*words):
+        return subprocess.run(["git", *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    git("init")
+    git("config", "filter.stored-outputs.clean", program)
+    shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks", ignore=shutil.ignore_patterns(".*"))
+    git("add", ".")
+    return tmp_path, git
+
+
+SUMMARY = ".jp-Notebook details > summary"
+LOOKS = f"""style => {{
+    const summary = document.querySelector('{SUMMARY}');
+    return summary && getComputedStyle(summary).listStyleType == style;
+}}"""
+# It scrolls there each time, because JupyterLab itself scrolls while it opens a notebook, and removes what is far away.
+SCROLL_AND_LOOK = f"""style => {{
+    const cells = [...{NOTEBOOK}.content.widgets];
+    const place = cells.findIndex(cell => cell.model.sharedModel.getSource().includes('<summary>'));
+    {NOTEBOOK}.content.scrollToItem(place, 'start');
+    return ({LOOKS})(style);
+}}"""
+
+
+def save(page):
+    page.evaluate("jupyterapp.commands.execute('docmanager:save')")
+    page.wait_for_function(f"!{NOTEBOOK}.content.model.dirty")
+
+
+def test_opening_a_notebook_changes_nothing_and_a_closed_answer_looks_closed(browser, lab):
+    page = open_notebook(browser, lab, "template")
+    page.wait_for_function(f"{NOTEBOOK}.content.model.getMetadata('language_info').version")
+    assert not page.evaluate(f"{NOTEBOOK}.content.model.dirty")
+    page.wait_for_function(SCROLL_AND_LOOK, arg="disclosure-closed", polling=1000)
+    # jupyterlab_myst draws a cell anew when it becomes the active one, and then what the first click opened is closed.
+    for _ in range(5):
+        page.locator(SUMMARY).first.click()
+        page.wait_for_timeout(2000)
+        if page.evaluate(LOOKS, "disclosure-open"):
+            break
+    assert page.evaluate(LOOKS, "disclosure-open")
+    page.close()
+
+
+def test_after_all_cells_were_run_and_saved_git_sees_no_change(browser, lab, clone):
+    folder, git = clone
+    page = open_notebook(browser, lab, "template")
+    run_all_cells(page)
+    wait_for_last_cell(page)
+    save(page)
+    page.close()
+    saved = (lab.notebooks / "template.ipynb").read_text(encoding="utf-8")
+    assert saved != (ROOT / "notebooks" / "template.ipynb").read_text(encoding="utf-8")
+    (folder / "notebooks" / "template.ipynb").write_text(saved, encoding="utf-8")
+    assert git("diff", "--stat") == ""
+    assert git("status", "--porcelain") == git("status", "--porcelain", "--untracked-files=no")
+
+    # What the reader changes is a change, and comes without the outputs of his run.
+    changed = saved.replace("# ", "## ", 1)
+    (folder / "notebooks" / "template.ipynb").write_text(changed, encoding="utf-8")
+    assert [line[0] for line in git("diff", "--unified=0").splitlines()[5:]] == ["-", "+"]
 
 
 LONG_LAUNCH = """

@@ -31,14 +31,15 @@ FACTS = {
     "date": "2026-11-28",
 }
 BY_OTHERS = "On A100s others measured 2.5 times the speed."
+TABLE_BY_OTHERS = "| GPU | times the speed |\n| --- | --- |\n| A100 | 2.5 |"
 PREDICTIONS = {"bus_bandwidth": [Prediction("1 GiB", "GB/s", 450.0, 370.0, 480.0)]}
 BANDWIDTH = Probe("Bus bandwidth", [Figure("1 MiB", 74.57, "GB/s"), Figure("1 GiB", 482.25, "GB/s")])
 MESSAGES = Probe("Messages", texts={"a rank is late": "Watchdog\n```\nafter 5 s"}, trouble="failed: no memory")
 SCRIPT = Step([], "", "torchrun index.py", {"loss": 0.5}, script_seconds=[4.25, 8.5], memory=[61_000_000])
 
 
-def box_of(measurement):
-    return f":::{{admonition}} On GPUs\n:class: note measured-{measurement}\n{BY_OTHERS}\n:::\n"
+def box_of(measurement, text=BY_OTHERS):
+    return f":::{{admonition}} On GPUs\n:class: note measured-{measurement}\n{text}\n:::\n"
 
 
 class Project:
@@ -57,6 +58,12 @@ class Project:
     def build(self, *measurements):
         """The text of the page's box for each measurement, and what Sphinx warned of."""
         (self.root / "index.md").write_text("# A page\n\n" + "\n".join(map(box_of, measurements)))
+        page, warnings = self.html()
+        boxes = page.select(".admonition:not(.error)")
+        return [" ".join(box.get_text(" ").split()) for box in boxes], warnings
+
+    def html(self):
+        """The page as Sphinx builds it, and what it warned of."""
         settings = {
             "extensions": ["myst_parser", "sphinx_design", "book_measured"],
             "myst_enable_extensions": ["colon_fence", "dollarmath"],
@@ -67,9 +74,7 @@ class Project:
         with docutils_namespace():  # what one build registers is gone before the next
             app = Sphinx(self.root, None, out, out / "doctrees", "html", settings, None, warnings, freshenv=True)
             app.build()
-        page = BeautifulSoup((out / "index.html").read_text(), "html.parser")
-        boxes = page.select(".admonition:not(.error)")
-        return [" ".join(box.get_text(" ").split()) for box in boxes], warnings.getvalue()
+        return BeautifulSoup((out / "index.html").read_text(), "html.parser"), warnings.getvalue()
 
 
 @pytest.fixture
@@ -91,6 +96,13 @@ def test_a_box_shows_what_its_record_has_and_whose_it_is(project):
     assert "The rest was not measured: failed: no memory" in messages
     assert "the run on GPUs 4.25 s the run on CPUs, with gloo 8.5 s peak memory of rank 0 61 MB" in script
     assert other == f"On GPUs Not yet measured by this book. {BY_OTHERS}"
+
+
+def test_a_table_by_others_stays_a_table(project):
+    (project.root / "index.md").write_text("# A page\n\n" + box_of("rates", TABLE_BY_OTHERS))
+    page, _ = project.html()
+    assert page.select_one(".admonition p:not(.admonition-title)").text == "Not yet measured by this book."
+    assert [cell.text for cell in page.select(".admonition td")] == ["A100", "2.5"]
 
 
 def shown_of(project, measurement):
@@ -123,7 +135,7 @@ def test_the_copy_in_markdown_shows_what_the_page_shows(project):
     page = project.root / "notebooks" / "08_pipeline.ipynb"
     text = f"# A page\n\n{box_of('bus_bandwidth')}\nAfter the box."
     nbformat.write(new_notebook(cells=[new_markdown_cell(text)]), page)
-    assert f"> Not yet measured by this book. {BY_OTHERS}\n\nAfter the box." in markdown(page)
+    assert f"> Not yet measured by this book.\n>\n> {BY_OTHERS}\n\nAfter the box." in markdown(page)
     project.record(bus_bandwidth=BANDWIDTH)
     assert "> | 1 MiB | 74.57 | GB/s |" in markdown(page)
     assert BY_OTHERS not in markdown(page)

@@ -66,6 +66,20 @@ def test_an_open_cell_shows_what_a_reader_would_write(source, lines):
     assert book_cells.shown_lines(source) == lines
 
 
+@pytest.mark.parametrize(
+    "end, title",
+    [
+        (ASSERTS, "How this is checked"),
+        (f"for a in range(3):\n    {ASSERTS}", "How this is checked"),
+        (f"train(4)\n{ASSERTS}", "The rest of this cell"),  # A reader should not take a training for a check.
+        ("train(4)", "The rest of this cell"),
+        (DEFINITION, "Code: f"),
+    ],
+)
+def test_the_closed_end_of_a_cell_says_what_it_is(end, title):
+    assert book_cells.title_of_end(end) == title
+
+
 def test_a_mistake_has_a_mark(book):
     page = (book.html / f"{CHAPTERS[0]}.html").read_text(encoding="utf-8")
     marks = re.findall(r'<p class="mistake-badge">(.*?)</p>', page)

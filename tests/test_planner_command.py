@@ -67,7 +67,28 @@ def test_a_layout_without_sizes_is_searched_for(helpers):
     seconds = [fit["step"]["seconds"] for fit in search["ranked"]]
     assert seconds == sorted(seconds) and len(seconds) == 10
     for fit in search["ranked"]:
-        assert fit["layout"]["batch"] == 512 and fit["bytes"] <= 80e9
+        assert fit["layout"]["batch"] == 512 and fit["bytes"] <= 0.75 * 80e9
+
+
+@pytest.mark.parametrize(
+    ("layout", "answer"),
+    [
+        ("recompute=sac", "fits 47.6 GiB 64% of the 74.5 GiB of a GPU, most of it output a step"),
+        ("recompute=none", "may not fit 67.9 GiB 91% of the 74.5 GiB of a GPU, most of it activations; a plan"),
+        ("micro_batch=2", "does not fit 124.2 GiB 167% of the 74.5 GiB of a GPU"),
+    ],
+)
+def test_a_plan_says_whether_its_memory_is_safe(helpers, layout, answer):
+    """A plan above three quarters of the GPU may need all of it, and says so."""
+    status, out, _ = helpers("plan", "llama3-8b", "h100", "--layout", f"dp=16,zero=3,batch=128,{layout}")
+    assert status == 0 and answer in " ".join(out.split())
+
+
+def test_a_search_may_fill_the_share_of_memory_that_is_given(helpers):
+    arguments = ("plan", "llama3-8b", "h100", "--gpus", 16, "--layout", "batch=128,zero=3")
+    for share, words in (("0.75", "54% of the GPU"), ("1", "91% of the GPU, and 100% is the limit of a plan")):
+        status, out, _ = helpers(*arguments, "--memory-share", share)
+        assert status == 0 and words in out
 
 
 def test_the_command_line_wins_over_the_file(helpers, job, tmp_path):

@@ -68,8 +68,25 @@ def test_the_page_answers_as_python_does(visit):
     questions = [{"kind": "answer", "values": values} for values in PLANNED]
     questions += [{"kind": "answer", "values": values} for values, _ in REFUSED]
     questions.append({"kind": "best", "values": {"model": "gpt2", "gpus": "8", "batch": "64"}})
-    expected = [asdict(getattr(form, question["kind"])(question["values"])) for question in questions]
+    expected = []
+    for number, question in enumerate(questions):
+        question["number"] = number
+        reply = getattr(form, question["kind"])(question["values"])
+        expected.append({"kind": question["kind"], "number": number, **asdict(reply)})
     assert visit(PAGE).evaluate(ASK, questions) == expected
+
+
+def test_a_change_during_a_ranking_is_answered_before_the_ranking_would_end(visit):
+    """Until then, what belongs to the old inputs is greyed. The ranking of thousands of layouts takes seconds here."""
+    page = visit(PAGE)
+    page.fill("[name=gpus]", "1024")
+    page.wait_for_function("document.querySelector('.planner-status').textContent == 'Ranking all layouts …'")
+    assert page.locator(".planner-best.planner-old").count() == 1
+    page.fill("[name=gpus]", "0")
+    page.wait_for_function("document.querySelector('.planner-answer').textContent.includes('Give a whole number')")
+    answered(page, "Give a whole number")
+    assert page.inner_text(".planner-best") == ""
+    assert page.locator(".planner-old").count() == 0
 
 
 def answered(page, words):
@@ -109,7 +126,7 @@ def test_a_page_in_a_folder_says_what_to_do(context, book):
     page = context.new_page()
     page.goto((book.html / f"{PAGE}.html").as_uri())
     assert "Run make serve" in page.inner_text(".planner-status")
-    assert "fits" in page.inner_text(".planner-answer")
+    assert "of the 74.5 GiB of a GPU" in page.inner_text(".planner-answer")
     page.close()
 
 

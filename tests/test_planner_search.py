@@ -38,7 +38,7 @@ def test_every_layout_is_ranked_refused_or_too_large(result):
         except PlanError:
             refused += 1
             continue
-        if max(stage["total"] for stage in memory(GPT, layout, Conventions())) > A100S.memory:
+        if max(stage["total"] for stage in memory(GPT, layout, Conventions())) > 0.75 * A100S.memory:
             too_large += 1
         else:
             seconds[layout] = step_time(GPT, layout, A100S).seconds
@@ -64,5 +64,20 @@ def test_fields_that_are_given_stay():
 
 def test_what_does_not_fit_is_refused_with_the_smallest_layout():
     result = search("llama3-70b", cluster_of("h100", 8), 64)
-    with pytest.raises(PlanError, match="no layout of llama3-70b fits.\nNone fits in 74.5 GiB. The smallest, tp 8"):
+    with pytest.raises(
+        PlanError, match="no layout of llama3-70b fits.\nNone fits in 75% of 74.5 GiB. The smallest, tp 8"
+    ):
         _ = result.best
+
+
+def test_a_search_leaves_a_quarter_of_the_memory_unless_told_otherwise():
+    """Without the limit the fastest layout of Llama-3-8B on 16 GPUs is planned to 91 % of the GPU."""
+    cluster = cluster_of("h100", 16)
+    values = {"pp": 1, "cp": 1, "shard": 0, "interleave": 1}
+    safe = search("llama3-8b", cluster, 128, **values)
+    assert max(fit.bytes for fit in safe.fits) <= 0.75 * cluster.memory < min(fit.bytes for fit in safe.too_large)
+    full = search("llama3-8b", cluster, 128, memory_share=1, **values)
+    assert full.best.seconds < safe.best.seconds and full.best.bytes > 0.9 * cluster.memory
+    assert full.tried == safe.tried
+    with pytest.raises(PlanError, match="memory_share = 2 is not a share of a GPU's memory"):
+        search("llama3-8b", cluster, 128, memory_share=2)

@@ -15,6 +15,7 @@ from helpers.planner.corrections import ALLOCATOR_GAPS, CORRECTIONS, EXTRAPOLATI
 from helpers.planner.experiments import steps
 from helpers.planner.experiments.vtrain import MEGATRON, coverage, fit, interval_factor, left_out, measured
 from helpers.planner.layout import Layout
+from helpers.planner.memory import SAFE_SHARE
 from helpers.planner.model import model_of
 from helpers.planner.step_time import FITTED, INTERVAL_FACTOR, step_time
 from helpers.ranks.launch import launch
@@ -406,6 +407,7 @@ def test_published_steps(published, is_fitted):
     for step in half:
         if step.gib:
             assert step.memory == pytest.approx(1, abs=0.2), step.what
+            assert SAFE_SHARE / step.memory < 0.9, step.what  # so a safe plan leaves a tenth for what is not counted
 
 
 def test_plans_fit_the_gpus_that_ran_them(published):

@@ -38,6 +38,13 @@ def cluster():
         yield cluster
 
 
+@pytest.fixture
+def cluster_that_loses_a_node():
+    """A cluster for one test: a host that has ended does not come back."""
+    with unchanged(), slurm_cluster.slurm() as cluster:
+        yield cluster
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with the trainer's script and its launch files for two nodes with one GPU each.
@@ -167,7 +174,10 @@ def state_of(work):
 
 
 @pytest.mark.daily
-def test_a_job_that_is_stopped_preempted_and_loses_a_node_ends_as_if_nothing_had_happened(cluster, folder):
+def test_a_job_that_is_stopped_preempted_and_loses_a_node_ends_as_if_nothing_had_happened(
+    cluster_that_loses_a_node, folder
+):
+    cluster = cluster_that_loses_a_node
     job = Job(cluster, folder, flags=FLAGS)
 
     # The time limit is cut so that the signal is due at once. The controller looks every 30 s. Until then the ranks are

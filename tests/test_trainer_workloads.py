@@ -1,10 +1,14 @@
-"""Chapter 11's script trains eight kinds of projects, which replace its first functions and nothing else."""
+"""Chapter 11's script trains fifteen kinds of projects, which replace its first functions and nothing else."""
 
+import itertools
 import re
 import shutil
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+from loading import loaded
 from scripting import export, stand_alone
 from workloads_run import WORKLOADS, Run, checkpoints, gap, newest, same_bits, with_workload
 
@@ -15,7 +19,10 @@ STEPS = 10
 FLAGS = ["--epochs=2", "--batch-size=12", "--lr=0.05", "--warmup=2", "--log-every=1"]
 FLAGS_OF = {  # of one workload
     "stream": ["--max-steps=10"],
+    "packed_language": ["--max-steps=10"],
     "two_inputs": ["--find-unused", "--max-norm=0"],
+    "alternating": ["--find-unused", "--max-norm=0"],
+    "foreign": ["--init-from=foreign.pt"],
     "lengths": ["--batch-size=13", "--max-steps=10"],
     "low_rank": ["--adapt"],
 }
@@ -39,6 +46,8 @@ class Project:
         self.script = folder / "train.py"
         text = export(self.chapter, folder).read_text()
         self.script.write_text(with_workload(text, (WORKLOADS / f"{name}.py").read_text()))
+        if name == "foreign":
+            torch.save(foreign_weights(), folder / "foreign.pt")
 
     def start(self, ranks, *flags, mischief=""):
         flags = [*FLAGS, *self.flags, *FLAGS_OF.get(self.name, []), *flags]
@@ -67,6 +76,13 @@ class Project:
             run = self.start(2, "--checkpoint-dir=stopped", *self.random_flags, mischief="stop [true, 7]")
             self.runs["interrupted"] = run.end(ok=False)
         return self.runs["interrupted"]
+
+
+def foreign_weights():
+    """A model of fewer words, as another program has saved it, with a part that the workload does not have."""
+    generator = torch.Generator().manual_seed(9)
+    shapes = {"words.weight": (29, 8), "body.weight": (8, 8), "body.bias": (8,), "pooler.weight": (8, 8)}
+    return {f"_orig_mod.module.{name}": torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
 def each_made_once(kind):
@@ -105,6 +121,119 @@ def test_two_ranks_have_the_losses_of_one_and_print_them(project):
     assert len(two.losses()) == STEPS
     assert gap(two.losses(), one.losses()) < 1e-4
     assert two.console() == pytest.approx(dict(enumerate(two.losses(), start=1)), rel=1e-3)
+
+
+NEW_KINDS = ["alternating", "detection", "f1", "foreign", "gan", "packed_language"]
+
+
+def in_one_process(script, flags, steps):
+    """(the losses, the last weights) of a loop in one process: no DDP, no micro-batches, no scaler.
+
+    From the script it takes the workload's functions, the order of the samples, the seeds and the schedule.
+    """
+    with mock.patch("sys.argv", [str(script), *flags]), mock.patch.dict("os.environ", MISCHIEF=""):
+        trainer = loaded(script)
+        args = trainer.parse_args()
+    train_set, _ = trainer.load_data(args)
+    trainer.seed_all("model", args.seed)
+    model = trainer.build_model(args)
+    if args.init_from:
+        foreign = {name.removeprefix("_orig_mod.module."): value for name, value in foreign_weights().items()}
+        model.load_state_dict({name: foreign[name] for name in ("body.weight", "body.bias")}, strict=False)
+    optimizer = trainer.build_optimizer(model, args)
+    peak_lrs = [group["lr"] for group in optimizer.param_groups]
+    losses = []
+    stream = iter(train_set) if not hasattr(train_set, "__getitem__") else None
+    for step in range(1, steps + 1):
+        if stream is not None:
+            samples = list(itertools.islice(stream, args.batch_size))
+        else:
+            epoch, step_in_epoch = divmod(step - 1, len(train_set) // args.batch_size)
+            order = trainer.shuffled(np.arange(len(train_set)), len(train_set), repr(("order", args.seed, epoch)))
+            samples = []
+            for index in order[step_in_epoch * args.batch_size :][: args.batch_size].tolist():
+                trainer.seed_all("sample", args.seed, epoch, index)
+                samples.append(train_set[index])
+        for group, peak_lr in zip(optimizer.param_groups, peak_lrs, strict=True):
+            group["lr"] = peak_lr * trainer.lr_factor(step, steps, args)
+        optimizer.zero_grad()
+        terms = trainer.loss_sums_of_workload(model, trainer.collate(samples), args)["loss"]
+        loss = sum(total / count for total, count in (terms if isinstance(terms, list) else [terms]))
+        loss.backward()
+        if args.max_norm > 0:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def flags_of(name):
+    return [*FLAGS, *Project.flags, *FLAGS_OF.get(name, [])]
+
+
+@of(*NEW_KINDS, "low_rank", "masked_language")
+@pytest.mark.parametrize("shard", ["--no-shard", "--shard"])
+def test_two_ranks_have_the_losses_and_weights_of_a_loop_in_one_process(project, shard, monkeypatch):
+    monkeypatch.chdir(project.folder)
+    folder = f"one_process{shard}"
+    run = project.run(2, shard, f"--checkpoint-dir={folder}")
+    losses, weights = in_one_process(project.script, flags_of(project.name), STEPS)
+    assert run.losses() == pytest.approx(losses, rel=2e-6, abs=1e-6)
+    found = torch.load(project.folder / folder / "weights.pt", weights_only=True)
+    assert found.keys() == weights.keys()
+    for name, expected in weights.items():
+        assert torch.allclose(found[name].double(), expected.double(), rtol=0, atol=2e-6), name
+
+
+@of(*NEW_KINDS)
+def test_a_new_kind_is_resumed_with_the_bits_of_an_undisturbed_run(project):
+    assert "stopped by SIGTERM at step " in project.interrupted().out
+    run = project.resume("stopped", "resumed")
+    assert 0 < len(run.losses()) < STEPS
+    project.whole()
+    resumed, undisturbed = (newest(project.folder / name) for name in ("resumed", "undisturbed"))
+    assert same_bits(resumed["model"], undisturbed["model"])
+    states = zip(resumed["optimizer"]["state"].values(), undisturbed["optimizer"]["state"].values(), strict=True)
+    assert all(same_bits(one, other) for one, other in states)
+
+
+@of("foreign")
+def test_a_foreign_file_says_what_matched(project):
+    out = project.whole().out
+    assert "foreign.pt: 2 of the model's 7 tensors match" in out
+    assert "1 not in the model: pooler.weight" in out
+    assert "1 of another shape: words.weight" in out
+
+
+@of("f1")
+def test_f1_and_the_exact_area_under_the_curve_are_those_of_one_rank(project):
+    """The metrics, from the weights that the run has left."""
+    result = project.whole().result()
+    trainer_result = {}
+    for ranks in (1, 3):
+        run = project.resume("undisturbed", f"on{ranks}", ranks=ranks)
+        trainer_result[ranks] = run.result()
+    with mock.patch.dict("os.environ", MISCHIEF=""):
+        trainer = loaded(project.script)
+    model = trainer.build_model(None)
+    model.load_state_dict(torch.load(project.folder / "undisturbed" / "weights.pt", weights_only=True))
+    inputs, targets = trainer.load_data(None)[1].tensors
+    scores = model(inputs)[:, 0]
+    found = scores > 0
+    right = (found & (targets > 0)).sum().item()
+    pairs = scores[targets > 0][:, None] - scores[targets == 0][None]
+    expected = {
+        "val_f1": 2 * right / (found.sum() + targets.sum()).item(),
+        "val_recall": right / targets.sum().item(),
+        "val_auc": ((pairs > 0).float() + 0.5 * (pairs == 0).float()).mean().item(),
+    }
+    for values in (result, *trainer_result.values()):
+        assert {name: values[name] for name in expected} == pytest.approx(expected, abs=1e-5)
+
+
+@of("detection")
+def test_terms_that_count_different_things_are_exact_over_micro_batches(project):
+    assert gap(project.run(1, "--accumulate", "3").losses(), project.run(1).losses()) < 1e-5
 
 
 @of("lengths", "regression")

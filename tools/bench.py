@@ -1,5 +1,7 @@
 """Measure what it takes to start four ranks from a notebook, beside other ways to do it: ``make bench``.
 
+With ``--trainer`` it measures chapter 11's script beside a loop that is written by hand: ``make bench ARGS=--trainer``.
+
 Each way runs in an interpreter of its own, once a round, so that a slow minute of the machine slows all of them. The
 table shows medians and spreads. ``--record`` writes the tables of book/bench.md.
 """
@@ -270,6 +272,136 @@ WAYS = {
 }
 
 
+# --- chapter 11's script beside a loop that is written by hand --------------------------------------------------------
+
+PIECE = 10  # steps of one loop, after which the other one takes its turn
+PIECES = 30  # of each loop
+SIZES = {"20 thousand weights, the script's own": (256, 0), "4 million weights": (1024, 4)}  # (width, more layers)
+Clocks = dict[str, Callable[[], float]]
+CLOCKS: Clocks = {"processor": time.process_time, "wall": time.perf_counter}
+
+
+def loop_by_hand(trainer: Any, args: Any) -> Callable[[], None]:
+    """A function that trains for PIECE steps each time: DDP and nothing that a short experiment would leave out."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn import functional
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    train_set, _ = trainer.load_data(args)
+    model = DistributedDataParallel(trainer.build_model(args))
+    optimizer = trainer.build_optimizer(model.module, args)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, PIECE * PIECES)
+    own_batch_size = args.batch_size // dist.get_world_size()
+    sampler: DistributedSampler = DistributedSampler(train_set)
+    loader = DataLoader(train_set, own_batch_size, sampler=sampler, drop_last=True)
+
+    def endless() -> Any:
+        for epoch in itertools.count():
+            sampler.set_epoch(epoch)
+            yield from loader
+
+    batches = endless()
+
+    def train() -> None:
+        total = torch.zeros(())
+        for images, labels in itertools.islice(batches, PIECE):
+            loss = functional.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
+            optimizer.step()
+            schedule.step()
+            total += loss.detach()
+        dist.all_reduce(total)
+
+    return train
+
+
+def time_trainer(script: str, width: int, layers: int) -> dict[str, dict[str, list[float]]]:
+    """{clock: {"script": seconds of each piece, "by hand": seconds of each piece}} of this rank.
+
+    The script's ``train`` runs as it is. At every PIECE-th call of its ``take_step`` its clock stops, and the loop by
+    hand has its turn. So both have the same process, the same ranks and the same minute.
+    """
+    import importlib.util
+    from unittest import mock
+
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    spec = importlib.util.spec_from_file_location("trainer", script)
+    assert spec is not None and spec.loader is not None
+    trainer: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(trainer)
+    flags = ["--max-steps", str(PIECE * PIECES + 1), "--log-every", str(PIECE), "--width", str(width)]
+    flags += ["--val-every", "1000000"]
+    with mock.patch("sys.argv", [script, *flags]):
+        args = trainer.parse_args()
+
+    def build_model(args: Any) -> nn.Module:
+        hidden = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers)]
+        return nn.Sequential(nn.Linear(64, width), nn.ReLU(), *hidden, nn.Linear(width, 10))
+
+    if layers > 0:
+        trainer.build_model = build_model
+    by_hand = loop_by_hand(trainer, args)
+    by_hand()
+    own_step = trainer.take_step
+    seconds: dict[str, dict[str, list[float]]] = {clock: {"script": [], "by hand": []} for clock in CLOCKS}
+    begin: dict[str, float] = {}
+
+    def take_step(training: Any, micro_batches: list, step: int, args: Any) -> Any:
+        if step % PIECE == 1:
+            if begin:
+                for name, clock in CLOCKS.items():
+                    seconds[name]["script"].append(clock() - begin[name])
+            dist.barrier()
+            starts = {name: clock() for name, clock in CLOCKS.items()}
+            by_hand()
+            for name, clock in CLOCKS.items():
+                seconds[name]["by hand"].append(clock() - starts[name])
+            dist.barrier()
+            begin.update({name: clock() for name, clock in CLOCKS.items()})
+        return own_step(training, micro_batches, step, args)
+
+    trainer.take_step = take_step
+    torch.set_num_threads(1)
+    with contextlib.redirect_stdout(None):
+        trainer.train(args, torch.device("cpu"))
+    return seconds
+
+
+def trainer_table() -> list[dict[str, str]]:
+    """The speed of chapter 11's script as a share of that of a loop by hand, on two ranks, for two sizes of a model.
+
+    The processor's time is that of both ranks together. It says what the loop costs, also on a machine that is shared.
+    The wall's time contains waits for the other rank and for other programs.
+    """
+    from helpers.export import chapters
+    from helpers.ranks.launch import launch
+
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        [script] = chapters.export("11", Path(folder))
+        for name, (width, layers) in SIZES.items():
+            of_ranks = launch(time_trainer, str(script), width, layers, nproc=2, timeout=3600)
+            row = {"Model": name}
+            for clock in CLOCKS:
+                loops = {}
+                for loop in ("script", "by hand"):
+                    pieces = [seconds[clock][loop] for seconds in of_ranks]
+                    loops[loop] = [sum(both) for both in zip(*pieces, strict=True)]
+                pairs = zip(loops["by hand"], loops["script"], strict=False)  # the last piece by hand has no partner
+                ratio = statistics.median(by_hand / own for by_hand, own in pairs)
+                row[f"Speed, {clock} time"] = f"{ratio:.3f}"
+                row[f"ms a step by hand, {clock}"] = f"{statistics.median(loops['by hand']) / PIECE / 2 * 1000:.1f}"
+            rows.append({**row, "Pieces": f"{PIECES} of {PIECE} steps"})
+    return rows
+
+
 # --- rounds and the tables --------------------------------------------------------------------------------------------
 
 
@@ -373,11 +505,15 @@ def main() -> None:
     """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--record", action="store_true", help="write the tables of book/bench.md")
+    parser.add_argument("--trainer", action="store_true", help="measure chapter 11's script, and nothing else")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)  # users have no use for it
     args = parser.parse_args()
     if args.way:
         # What a library printed may not end with a line break, and the JSON has to be the last line.
         print("\n" + json.dumps(WAYS[args.way]()))
+        return
+    if args.trainer:
+        show(trainer_table())
         return
     tables = {"machine": machine(), "calls": table(measure())}
     for name, rows in tables.items():

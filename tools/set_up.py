@@ -273,6 +273,13 @@ def chosen_build(environment: Environment, wanted: Wanted) -> Build:
     return choose(wanted, configured, pytorch, system, has_gpu)
 
 
+def set_up_git() -> None:
+    """Tell git of the filter that .gitattributes names, if this is a clone: outputs of a reader's run are no change."""
+    if (ROOT / ".git").exists() and shutil.which("git"):
+        program = f'"{sys.executable}" tools/lab/keep_stored_outputs.py %f'
+        subprocess.run(["git", "config", "filter.stored-outputs.clean", program], cwd=ROOT, check=False)
+
+
 def set_up(folder: Path, torch: str | None) -> None:
     """Make a virtual environment in ``folder``, and install there all that the book needs.
 
@@ -296,6 +303,7 @@ def set_up(folder: Path, torch: str | None) -> None:
     environment.install("-r", str(requirements_with_build), "-c", "requirements.lock")
     environment.install("--no-deps", "--editable", ".")
     environment.finish()
+    set_up_git()
     print(f"{folder} is ready after {time.monotonic() - STARTED:.0f} s.", flush=True)
     if gpu_is_here() and not environment.torch_sees_a_gpu():
         print(NO_GPU_FOR_TORCH, flush=True)

@@ -1,6 +1,7 @@
 """Run a chapter's script again and again, or kill its ranks, and count what goes wrong: ``make soak CHAPTER=04``.
 
     --runs 40      any chapter's script on 2 and on 4 ranks; each run has to end well
+    --kills 1000   of chapter 11's job, with DDP and with --shard, on 1 to 4 ranks, also while it saves
     --kills 200    of chapter 13's job, whose last weights must be the undisturbed job's to the last bit
     --kills 1000   of chapter 16's job, which is started again on another mesh each time
 
@@ -16,6 +17,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,20 +25,23 @@ import tempfile
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import leftovers
 import psutil
+import torch
 from forked import AT_ADDRESS, FORKING
 from scripting import stand_alone, torchrun
 
 from helpers.export import chapters
 
 LONGEST_WAIT = 180  # seconds: a start, a restart or an end that takes longer counts as a hang
-# What chapter 16's script imports. The agent imports it before it forks ranks, so that no rank has to, which would take
-# far longer than the training.
+# What the scripts of chapters 11 and 16 import. The agent imports it before it forks ranks, so that no rank has to,
+# which would take far longer than the training.
 IMPORTS = [
     "numpy",
     "torch.utils.serialization",
@@ -204,6 +209,206 @@ def phase_of_job(folder: Path) -> Phase:
         if is_being_removed or is_complete:
             return Phase.COMMITTING
     return Phase.WRITING
+
+
+# --- chapter 11: each start has another number of ranks, with DDP or FSDP2 --------------------------------------------
+
+
+class Trainers:
+    """Chapter 11's job, which is started again after a kill until it ends by itself.
+
+    A job has one of three ways to start: each time with DDP, each time with --shard, or with either, drawn for each
+    start. Its number of ranks is drawn for each start from 1 to 4, or it is 2 at all starts. A third of the kills comes
+    while the ranks start, a third in training, and a third while a file is written. The
+    victim is rank 0, which writes the files, or another rank, or all ranks at once. A job has passed if
+
+    - each start went on from the newest checkpoint that anybody had seen complete, or from a newer one;
+    - each step that was kept printed the loss of the undisturbed job;
+    - its last weights, its averaged weights and its optimizer's state are those of the undisturbed job: in each bit if
+      all starts were on 2 ranks in one way, and within ``TOLERANCE`` if not, because ranks add up in another order;
+    - its folder holds three checkpoints, the best and the last weights, the lock, and nothing else. A fourth checkpoint
+      may be there where the last start had no step to train: then a kill came before the last save removed it.
+    """
+
+    CHAPTER = "11"
+    WAYS: ClassVar = {"DDP": ["--no-shard"], "--shard": ["--shard"], "either": ["--no-shard", "--shard"]}
+    STEPS = 60
+    SAVE_EVERY = 2
+    MOST_STEPS = 8  # in a start, after which a kill may come in training
+    FLAGS = ["--max-steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--log-every", "1", "--backend", "gloo"]
+    FLAGS += ["--width", "512", "--ema", "0.9", "--val-every", "10", "--keep-best", "--resume"]
+    TOLERANCE = 1e-5  # of a weight; they are about 0.1
+    LONGEST_WRITE = 0.01  # seconds after the begin of a write in which a kill may come
+
+    def __init__(self, agent: Agent, script: Path, scratch: Path, luck: random.Random) -> None:
+        """Run the job undisturbed on 2 ranks in both ways, to know its losses, its files and its seconds.
+
+        ``agent`` is torchrun's agent, ``script`` is the chapter's, and ``scratch`` is a folder for the jobs' files.
+        ``luck`` draws all that is random.
+        """
+        self.agent = agent
+        self.script = script
+        self.luck = luck
+        self.kills_by_way: Counter[str] = Counter()
+        self.kills_in_a_write = 0
+        self.largest_difference = 0.0
+        self.undisturbed = {}  # by flag
+        self.losses = {}
+        for flag in self.WAYS["either"]:
+            folder = scratch / f"undisturbed{flag}"
+            begin = time.monotonic()
+            self.start(2, folder, flag)
+            agent.wait_for(lambda: agent.printed("step 1:"))
+            self.start_up_seconds = time.monotonic() - begin
+            if agent.end() != 0:
+                raise Failure("the undisturbed job ended with an error")
+            self.seconds_of_step = (time.monotonic() - begin - self.start_up_seconds) / self.STEPS
+            self.losses[flag] = self.printed_losses()
+            self.undisturbed[flag] = self.result_in(folder)
+        self.compare(self.undisturbed["--no-shard"], self.undisturbed["--shard"], bitwise=False)
+
+    def start(self, nproc: int, folder: Path, *flags: str) -> None:
+        """Start the job on so many ranks. It goes on from the newest checkpoint in ``folder``."""
+        self.agent.start(self.script, nproc, *self.FLAGS, "--checkpoint-dir", str(folder), *flags)
+
+    def printed_losses(self) -> dict[int, float]:
+        """{step: loss} of the latest start."""
+        text = "\n".join(self.agent.lines)
+        return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+): loss ([^,\s]+)", text, re.MULTILINE)}
+
+    def result_in(self, folder: Path) -> dict[str, torch.Tensor]:
+        """{name: tensor} of a job that has ended: its last checkpoint, its best weights and its last weights."""
+        tensors = {}
+        for name in (f"step_{self.STEPS:08}.pt", "best.pt", "weights.pt"):
+            leaves = torch.utils._pytree.tree_leaves_with_path(torch.load(folder / name, weights_only=True))
+            for path, leaf in leaves:
+                key = torch.utils._pytree.keystr(path)
+                if isinstance(leaf, torch.Tensor) or "best_loss" in key:
+                    tensors[name + key] = torch.as_tensor(leaf)
+        return tensors
+
+    def compare(self, one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], bitwise: bool) -> None:
+        """Raise Failure if two results differ, in a bit or by more than the tolerance."""
+        if one.keys() != other.keys():
+            raise Failure(f"the files do not hold the same: {sorted(one.keys() ^ other.keys())}")
+        for name, tensor in one.items():
+            if torch.equal(tensor, other[name]):
+                continue
+            difference = (tensor.double() - other[name].double()).abs().max().item()
+            self.largest_difference = max(self.largest_difference, difference)
+            if bitwise or not difference < self.TOLERANCE:
+                raise Failure(f"{name} differs by {difference:.1e}")
+
+    def run_and_kill(self, folder: Path, max_kills: int) -> int:
+        """Start the job again and again, killing ranks each time, until a start trains to the end.
+
+        After ``max_kills`` kills the next start is left alone. Returns the number of kills. Raises Failure if a step or
+        a checkpoint was lost, or if something was left behind.
+        """
+        way = self.luck.choice(list(self.WAYS))
+        has_fixed_ranks = self.luck.random() < 0.3
+        background = self.luck.choice(["--save-in-background", "--no-save-in-background"])
+        kept_losses: dict[int, float] = {}
+        kills = 0
+        while True:
+            nproc = 2
+            if not has_fixed_ranks:
+                [nproc] = self.luck.choices([1, 2, 3, 4], weights=[4, 4, 2, 2])  # each rank takes processor time
+            flag = self.luck.choice(self.WAYS[way])
+            newest_before = newest_checkpoint(folder)
+            self.start(nproc, folder, flag, background, "--num-workers", "1" if self.luck.random() < 0.1 else "0")
+            was_killed = kills < max_kills and self.kill(folder)
+            newest_at_kill = newest_checkpoint(folder)
+            status = self.agent.end()
+            if was_killed:
+                kills += 1
+                self.kills_by_way[f"{flag} on {nproc}"] += 1
+            self.check_start(folder, newest_before, newest_at_kill)
+            first_step = newest_before + 1
+            kept_losses = {step: loss for step, loss in kept_losses.items() if step < first_step}
+            kept_losses |= self.printed_losses()
+            if status == 0:
+                break
+            if not was_killed:
+                raise Failure(f"it ended by itself with status {status}")
+
+        self.check_losses(kept_losses)
+        bitwise = has_fixed_ranks and way != "either"
+        self.compare(self.result_in(folder), self.undisturbed[flag], bitwise)
+        self.check_names(folder, trained=bool(self.printed_losses()))
+        ranks = "2 ranks" if has_fixed_ranks else "1 to 4 ranks"
+        print(f"{way} on {ranks}, {background}: {kills} kills, {'equal in each bit' if bitwise else 'equal'}")
+        counts = ", ".join(f"{way}: {count}" for way, count in sorted(self.kills_by_way.items()))
+        print(f"  {counts}; {self.kills_in_a_write} in a write; differences up to {self.largest_difference:.1e}")
+        shutil.rmtree(folder)
+        return kills
+
+    def kill(self, folder: Path) -> bool:
+        """Kill ranks at a random moment; return False if the job ended before that moment."""
+        agent = self.agent
+        moment = self.luck.choice(["starting", "training", "writing"])
+        seconds = self.luck.uniform(0, self.seconds_of_step)
+        if moment == "starting":
+            agent.wait_for(agent.ranks, step=0.01)
+            seconds = self.luck.uniform(0, self.start_up_seconds)
+        elif moment == "training":
+            number = self.luck.randint(1, self.MOST_STEPS)  # of lines to wait for
+            if not agent.wait_for(lambda: len(self.printed_losses()) >= number, step=0.005):
+                return False
+        else:
+            seconds = self.luck.choice([0.0, self.luck.uniform(0, self.LONGEST_WRITE)])
+            number = self.luck.choice([1, 2])  # of the write to wait for
+            for _ in range(number):
+                agent.wait_for(lambda: not is_writing(folder), step=0.0005)
+                if not agent.wait_for(lambda: is_writing(folder), step=0.0005):
+                    return False
+        time.sleep(seconds)
+        ranks = agent.ranks()
+        if not ranks or agent.printed("result"):
+            return False
+        victims = self.luck.choice([ranks[:1], [self.luck.choice(ranks)], ranks])
+        self.kills_in_a_write += is_writing(folder)
+        for rank in victims:
+            kill(rank)
+        return True
+
+    def check_start(self, folder: Path, newest_before: int, newest_at_kill: int) -> None:
+        """Raise Failure if the latest start did not go on from the newest checkpoint, or if one is lost."""
+        text = "\n".join(self.agent.lines)
+        checkpoint = re.search(r"^going on from step_(\d+)", text, re.MULTILINE)
+        if checkpoint is not None and int(checkpoint[1]) != newest_before:
+            raise Failure(f"it went on from step {int(checkpoint[1])}, and the newest was of step {newest_before}")
+        if newest_before > 0 and self.agent.printed("starting anew"):
+            raise Failure(f"it started anew, and there was a checkpoint of step {newest_before}")
+        if "damaged" in text or list(folder.glob("*.damaged*")):
+            raise Failure("it found a damaged checkpoint")
+        if newest_checkpoint(folder) < newest_at_kill:
+            raise Failure(f"the checkpoint of step {newest_at_kill} is lost")
+
+    def check_losses(self, kept_losses: dict[int, float]) -> None:
+        """Raise Failure unless each step was kept once, with the undisturbed job's loss but for its last digit."""
+        expected = self.losses["--no-shard"]
+        if sorted(kept_losses) != sorted(expected):
+            raise Failure(f"the steps that it kept are {sorted(kept_losses)}")
+        for step, loss in kept_losses.items():
+            if abs(loss - expected[step]) > 2e-3 * expected[step]:
+                raise Failure(f"step {step} printed the loss {loss}, not {expected[step]}")
+
+    def check_names(self, folder: Path, trained: bool) -> None:
+        """Raise Failure unless the folder of a job that has ended holds what it should, and nothing else."""
+        names = {path.name for path in folder.iterdir()}
+        expected = {"best.pt", "lock", "weights.pt"}
+        expected |= {f"step_{self.STEPS - before * self.SAVE_EVERY:08}.pt" for before in range(3)}
+        fourth = f"step_{self.STEPS - 3 * self.SAVE_EVERY:08}.pt"
+        if names != expected and (trained or names != expected | {fourth}):
+            raise Failure(f"its folder differs by {sorted(names ^ expected)}")
+
+
+def is_writing(folder: Path) -> bool:
+    """Whether the trainer is writing a file in its folder."""
+    with contextlib.suppress(FileNotFoundError):
+        return any(name.endswith(".part") for name in os.listdir(folder))
+    return False
 
 
 # --- chapter 13: the agent restarts the ranks, and no bit changes -----------------------------------------------------
@@ -544,12 +749,12 @@ class Meshes:
 def newest_checkpoint(folder: Path) -> int:
     """The step of the newest complete checkpoint in a folder, such as 8 of ``step_00000008``; 0 if there is none."""
     prefix = "step_"
-    steps = [int(path.name.removeprefix(prefix)) for path in folder.glob(f"{prefix}*")]
+    steps = [int(path.stem.removeprefix(prefix)) for path in folder.glob(f"{prefix}*") if path.suffix in ("", ".pt")]
     return max(steps, default=0)
 
 
 def kill_many(
-    kind: type[Restarts] | type[Meshes],
+    kind: type[Trainers] | type[Restarts] | type[Meshes],
     kills: int,
     seed: int,
     agent: Agent,
@@ -600,11 +805,11 @@ def run_many(script: Path, nproc: int, runs: int, scratch: Path) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Carry out the command line, or ``arguments`` in its place; return how many runs or jobs went wrong."""
-    kinds = {kind.CHAPTER: kind for kind in (Restarts, Meshes)}
+    kinds = {kind.CHAPTER: kind for kind in (Trainers, Restarts, Meshes)}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chapter", default="04", help="a chapter's number or name, or a notebook's path (04)")
     parser.add_argument("--runs", type=int, default=40, help="how often, on each number of ranks (40)")
-    parser.add_argument("--kills", type=int, help="kill so many ranks instead; of chapter 13 or 16")
+    parser.add_argument("--kills", type=int, help="kill so many ranks instead; of chapter 11, 13 or 16")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of moments, ranks and meshes")
     args = parser.parse_args(arguments)
     if args.kills and args.chapter not in kinds:

@@ -20,6 +20,7 @@ from sphinx.transforms.post_transforms import SphinxPostTransform
 MISTAKES = {"hangs": "hangs", "wrong-numbers": "wrong numbers, no error", "error": "error"}  # tag: what the mark says
 TITLES = {"imports": "Imports", "parameters": "Parameters", "measured": "How this was measured"}  # tag: box's title
 CHECKED = "How this is checked"
+REST = "The rest of this cell"
 MAX_OPEN_LINES = 34  # of a cell: about a screen
 MIN_CLOSED_LINES = 3  # fewer are not worth a box
 MAX_NAMES = 4  # in a box's title
@@ -62,15 +63,27 @@ def box_title(tags: Sequence[str], source: str, hides_output: bool, has_figure: 
 
 
 def title_of_code(source: str) -> str:
-    """The names of the functions and classes in a source: ``Code: train, evaluate``."""
+    """What a source has: the names of its functions and classes (``Code: train, evaluate``), or else checks or not."""
     # The end of a cell may begin inside a class, with indented methods.
     names = re.findall(r"^(?:class|def) (\w+)", textwrap.dedent(source), flags=re.M)
-    if not names:
+    if names:
+        shown = names[:MAX_NAMES]
+        if len(names) > MAX_NAMES:
+            shown.append("…")
+        return f"Code: {', '.join(shown)}"
+    if re.search(r"^ *assert\b", source, flags=re.M):
         return CHECKED
-    shown = names[:MAX_NAMES]
-    if len(names) > MAX_NAMES:
-        shown.append("…")
-    return f"Code: {', '.join(shown)}"
+    return "Code"
+
+
+def title_of_end(source: str) -> str:
+    """What the end of a cell is, of which the page shows the beginning: its checks, or a rest that is too long."""
+    title = title_of_code(source)
+    if title == CHECKED and contains_assert(ast.parse(source).body[0]):
+        return CHECKED
+    if title.startswith("Code:"):
+        return title
+    return REST
 
 
 def listing_of(cell: nodes.Element) -> nodes.literal_block:
@@ -271,7 +284,7 @@ def close_end(cell: nodes.Element) -> None:
     closed_listing = listing.deepcopy()  # a copy, so that it has the same attributes, such as its language
     set_text(listing, open_text)
     set_text(closed_listing, closed_text)
-    code.append(closed_box(title_of_code(closed_text), closed_listing))
+    code.append(closed_box(title_of_end(closed_text), closed_listing))
 
 
 def set_text(listing: nodes.literal_block, text: str) -> None:

@@ -135,7 +135,7 @@ def text_of_box(root: Path, name: str, text_without_record: str) -> str:
     """
     shown = findings(read_records(root / FOLDER), name)
     if not shown:
-        return f"Not yet measured by this book. {text_without_record}"
+        return f"Not yet measured by this book.\n\n{text_without_record}"
     return "\n\n".join(map(text_of_finding, shown))
 
 

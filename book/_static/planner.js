@@ -5,49 +5,53 @@ document.addEventListener("DOMContentLoaded", () => {
   const [status, answer, best] = ["status", "answer", "best"].map((name) => document.querySelector(`.planner-${name}`));
   const inputs = [...form.elements].filter((element) => element.name);
   const first = Object.fromEntries(inputs.map((input) => [input.name, input.value]));
-  let worker, running = false, again = false, asked = false;
+  let worker, loaded = false, newest = 0;
 
   const values = () => Object.fromEntries(inputs.map((input) => [input.name, input.value.trim()]));
 
   function start() {
+    if (worker) return;
     const folder = new URL(`${document.documentElement.dataset.content_root}_static/planner/`, location.href);
-    worker ??= new Worker(new URL("worker.mjs", folder), { type: "module" });
+    worker = new Worker(new URL("worker.mjs", folder), { type: "module" });
+    worker.onmessage = ({ data }) => {
+      if (data.number === newest) take(data); // or the inputs have changed since
+    };
+    worker.onerror = () => {
+      status.textContent = "Python did not load. Load the page again.";
+    };
   }
 
-  function call(kind) {
+  function send(kind) {
     start();
-    return new Promise((resolve, reject) => {
-      worker.onmessage = ({ data }) => (data.failure ? reject(new Error(data.failure)) : resolve(data));
-      worker.onerror = () => reject(new Error("Python did not load. Load the page again."));
-      worker.postMessage({ kind, values: values() });
-    });
+    newest += 1;
+    worker.postMessage({ kind, values: values(), number: newest });
   }
 
-  async function ask() {
-    again = true;
-    if (running) return;
-    running = true;
-    try {
-      while (again) {
-        again = false;
-        status.textContent = asked ? "Planning …" : "Loading Python: 13 MB, once …";
-        const plan = await call("answer");
-        asked = true;
-        show(answer, plan);
-        for (const [name, size] of Object.entries(plan.sizes)) form.elements[name].placeholder = size;
-        if (again) continue;
-        status.textContent = "Ranking all layouts …";
-        show(best, await call("best"));
-      }
+  /* First the plan of the inputs, then the ranking of all layouts. What is shown until then is marked as old. */
+  function ask() {
+    for (const box of [answer, best]) box.classList.add("planner-old");
+    status.textContent = loaded ? "Planning …" : "Loading Python: 13 MB, once …";
+    send("answer");
+  }
+
+  function take(reply) {
+    loaded = true;
+    if (reply.failure) {
+      status.textContent = reply.failure;
+    } else if (reply.kind === "answer") {
+      show(answer, reply);
+      for (const [name, size] of Object.entries(reply.sizes)) form.elements[name].placeholder = size;
+      status.textContent = "Ranking all layouts …";
+      send("best");
+    } else {
+      show(best, reply);
       status.textContent = "Planned in this page.";
-    } catch (error) {
-      status.textContent = error.message;
     }
-    running = false;
   }
 
   function show(box, { html }) {
     box.innerHTML = html;
+    box.classList.remove("planner-old");
     decorate(box);
   }
 

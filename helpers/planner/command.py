@@ -13,6 +13,7 @@ from helpers.planner import cluster as clusters
 from helpers.planner import model as models
 from helpers.planner.conventions import Conventions
 from helpers.planner.layout import Layout
+from helpers.planner.memory import SAFE_SHARE
 from helpers.planner.plan import Job, plan
 from helpers.planner.records import PlanError, Record, refuse
 from helpers.planner.report import lines, search_tables, tables
@@ -38,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, record in RECORDS.items():
         record_help = f"they win over the file's: {record.described()}"
         parser.add_argument(f"--{name}", default="", metavar="A=1,B=2", help=record_help)
+    share_help = f"the part of a GPU's memory that a search may fill, {SAFE_SHARE} unless given"
+    parser.add_argument("--memory-share", type=float, default=SAFE_SHARE, metavar="SHARE", help=share_help)
     parser.add_argument("--json", action="store_true", help="numbers in base units instead of words")
 
 
@@ -81,7 +84,8 @@ def show_search(request: dict[str, Any], arguments: argparse.Namespace) -> None:
     batch = constraints.pop("batch", 0)
     if batch == 0:
         refuse("a search needs batch, the samples of a step", "--layout batch=1024, or sizes such as dp=8 for a plan")
-    result = search(request["model"], cluster, batch, request["conventions"], **constraints)
+    share = arguments.memory_share
+    result = search(request["model"], cluster, batch, request["conventions"], share, **constraints)
     if not result.fits:
         raise result.error()
     if arguments.json:

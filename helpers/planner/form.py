@@ -5,9 +5,8 @@ The book's page calls it when it is built, and again in the browser, by Pyodide.
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, get_args
 
 from helpers.planner import cluster as clusters
@@ -18,7 +17,7 @@ from helpers.planner.model import Model
 from helpers.planner.plan import plan
 from helpers.planner.records import PlanError, refuse
 from helpers.planner.report import as_argument, error_html, plan_html, search_html
-from helpers.planner.search import search
+from helpers.planner.search import searching
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,9 @@ DEFAULTS = {name: entry.value for name, entry in INPUTS.items()}
 MODEL_SIZES = [entry.name for entry in GROUPS["Model"] if entry.name != "model"]
 OF_STEP = ["batch", "dtype"]  # fields of a layout that a search keeps
 OF_LAYOUT = [entry.name for entry in GROUPS["Layout"]]
-SEARCHES_KEPT = 8  # answers of a search, each of some kilobytes
+RANKINGS_KEPT = 8
+# {(model, cluster, batch, dtype): the fastest layouts as HTML, some kilobytes}
+rankings: dict[tuple[Model, Cluster, int, str], str] = {}
 
 
 @dataclass(frozen=True)
@@ -109,20 +110,39 @@ def answer(values: Mapping[str, str]) -> Answer:
 
 def best(values: Mapping[str, str]) -> Answer:
     """The fastest layouts for a model, its GPUs and its batch, whatever the layout's inputs are."""
+    for found in ranking(values):
+        if found is not None:
+            return found
+    raise AssertionError("a ranking ends with an answer")
+
+
+def ranking(values: Mapping[str, str]) -> Iterator[Answer | None]:
+    """What ``best`` returns, found in parts: yields None after each part, and the answer in the end.
+
+    The page asks for it so, because a ranking takes seconds in a browser, and a reader who changes an input meanwhile
+    wants the new plan at once. It is empty where an input is wrong, because ``answer`` says that already.
+    """
     usual_layout = {name: DEFAULTS[name] for name in OF_LAYOUT}
     try:
         question = ask({**values, **usual_layout})
-        batch = question.layout["batch"]
-        dtype = question.layout["dtype"]
-        return Answer(ranked(question.model, question.cluster, batch, dtype))
-    except (PlanError, ArithmeticError) as error:
-        return Answer(error_html(error))
-
-
-@lru_cache(SEARCHES_KEPT)  # The page asks again after each change, also of the layout, which changes nothing here.
-def ranked(model: Model, cluster: Cluster, batch: int, dtype: str) -> str:
-    """The fastest layouts as HTML, which takes a search."""
-    return search_html(search(model, cluster, batch, dtype=dtype))
+    except PlanError:
+        yield Answer("")
+        return
+    sought = (question.model, question.cluster, question.layout["batch"], question.layout["dtype"])
+    if sought not in rankings:  # The page asks again after each change, also of the layout, which changes nothing here.
+        model, cluster, batch, dtype = sought
+        try:
+            for so_far in searching(model, cluster, batch, dtype=dtype):
+                result = so_far
+                yield None
+            html = search_html(result)
+        except (PlanError, ArithmeticError) as error:
+            html = error_html(error)
+        if len(rankings) == RANKINGS_KEPT:
+            oldest = next(iter(rankings))
+            del rankings[oldest]
+        rankings[sought] = html
+    yield Answer(rankings[sought])
 
 
 def ask(given: Mapping[str, str]) -> Question:

@@ -11,7 +11,7 @@ from typing import Any
 from helpers.command_line import aligned, of_bytes
 from helpers.planner.conventions import GIGA
 from helpers.planner.layout import Layout
-from helpers.planner.memory import NOT_COUNTED
+from helpers.planner.memory import NOT_COUNTED, SAFE_SHARE
 from helpers.planner.plan import Plan, largest
 from helpers.planner.records import PlanError
 from helpers.planner.search import GIB, Search
@@ -81,15 +81,26 @@ def answer(plan: Plan) -> Section:
 
 
 def memory_row(plan: Plan) -> Row:
-    """Whether the fullest rank fits into its GPU's memory, how much it needs, and what takes most of it."""
+    """Whether the fullest rank fits into its GPU's memory, how much it needs, and what takes most of it.
+
+    Between SAFE_SHARE and all of the memory nobody knows, because real jobs need up to 18 % more than is planned.
+    """
     unit = plan.conventions.memory  # GB or GiB
     bytes_of_unit = GIGA[unit]
     available = f"{plan.cluster.memory / bytes_of_unit:.1f} {unit}"
+    share = plan.bytes / plan.cluster.memory
+    label = "fits"
+    limit = ""
+    if share > SAFE_SHARE:
+        label = "may not fit"
+        limit = f"; a plan is safe up to {SAFE_SHARE:.0%}"
+    if not plan.fits:
+        label = "does not fit"
     return Row(
-        label="fits" if plan.fits else "does not fit",
+        label=label,
         value=f"{plan.bytes / bytes_of_unit:.1f}",
         unit=unit,
-        reason=f"of {available} of a GPU, most of it {largest(plan.kinds)}",
+        reason=f"{share:.0%} of the {available} of a GPU, most of it {largest(plan.kinds)}{limit}",
     )
 
 

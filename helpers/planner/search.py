@@ -9,9 +9,9 @@ from typing import Any
 from helpers.planner.cluster import Cluster
 from helpers.planner.conventions import Conventions
 from helpers.planner.layout import Layout
-from helpers.planner.memory import stage_memory
+from helpers.planner.memory import SAFE_SHARE, stage_memory
 from helpers.planner.model import Model, model_of
-from helpers.planner.records import PlanError
+from helpers.planner.records import PlanError, refuse
 from helpers.planner.step_time import INTERVAL_FACTOR, StepTime, step_time
 
 MESH = ("tp", "pp", "cp", "ep")  # The other GPUs are dp.
@@ -60,6 +60,7 @@ class Search:
     model: Model
     cluster: Cluster
     conventions: Conventions
+    memory_share: float = SAFE_SHARE  # of a GPU's memory, which a layout may need
     constraints: tuple[str, ...] = ()  # fields of a layout that the caller chose
     fits: list[Fit] = field(default_factory=list)  # the fastest first
     too_large: list[Candidate] = field(default_factory=list)  # the smallest first
@@ -100,8 +101,8 @@ class Search:
         """Try one layout, and add it to ``fits`` or to ``too_large``, or count it in ``refusals``.
 
         ``fields`` are those of a Layout, such as {"batch": 512, "tp": 8, "pp": 1, "zero": 3, …}. A layout is refused if
-        it is impossible, and too large if its fullest rank needs more memory than a GPU has. If it fits, the seconds
-        that a step takes are predicted too.
+        it is impossible, and too large if its fullest rank needs more than the share of a GPU's memory that a plan may
+        fill. If it fits, the seconds that a step takes are predicted too.
         """
         try:
             layout = Layout(**fields).check(self.model, self.cluster)
@@ -110,11 +111,16 @@ class Search:
             return
         total_bytes, bytes_of_kind = fullest_stage(self.model, layout, self.conventions)
         largest_kind = max(bytes_of_kind, key=lambda kind: bytes_of_kind[kind])  # such as "activations"
-        if total_bytes > self.cluster.memory:
+        if total_bytes > self.memory_limit:
             self.too_large.append(Candidate(layout, total_bytes, largest_kind))
         else:
             step = step_time(self.model, layout, self.cluster, self.conventions)
             self.fits.append(Fit(layout, total_bytes, largest_kind, step))
+
+    @property
+    def memory_limit(self) -> float:
+        """Bytes that the fullest rank of a layout may need."""
+        return self.memory_share * self.cluster.memory
 
     @property
     def best(self) -> Fit:
@@ -152,8 +158,8 @@ class Search:
         best = self.best
         interval = f"{best.step.low:.2f} to {best.step.high:.2f}"
         time = f"{best.seconds:.2f} s a step ({interval})"
-        memory = f"{best.bytes / GIB:.1f} of {self.cluster.memory / GIB:.1f} GiB"
-        return f"Fastest: {best.layout.summary}: {time}, {memory}."
+        share = f"{best.bytes / self.cluster.memory:.0%} of the GPU, and {self.memory_share:.0%} is the limit of a plan"
+        return f"Fastest: {best.layout.summary}: {time}, {best.bytes / GIB:.1f} GiB ({share})."
 
     @property
     def margin(self) -> str:
@@ -173,7 +179,7 @@ class Search:
             commonest_problem = max(self.refusals, key=lambda problem: self.refusals[problem])
             return f"None can be: {commonest_problem}. Give other sizes or another --gpus{given}."
         options = "more GPUs, recompute = full or offload = true"
-        memory = f"{self.cluster.memory / GIB:.1f} GiB"
+        memory = f"{self.memory_share:.0%} of {self.cluster.memory / GIB:.1f} GiB"
         smallest = self.too_large[0]
         return f"None fits in {memory}. {smallest.need} Give {options}{given}."
 
@@ -267,16 +273,37 @@ def search(
     cluster: Cluster,
     batch: int,
     conventions: dict[str, Any] | Conventions | None = None,
+    memory_share: float = SAFE_SHARE,
     **constraints: Any,
 ) -> Search:
     """Try all layouts of a model on a cluster, with ``batch`` samples in a step, and rank those that fit.
 
     constraints: fields of a Layout that are given: a value to keep, such as tp=8, or a list of values to try instead of
     the default ones, such as tp=[4, 8]. Tensor parallelism comes with sequence parallelism, unless that is given.
+    memory_share: how much of a GPU's memory a layout may need, in 0..1. Real jobs need up to 18 % more than is
+    planned, so a search that may fill all of it can recommend a layout that runs out of memory.
     """
+    *_, result = searching(model, cluster, batch, conventions, memory_share, **constraints)
+    return result
+
+
+def searching(
+    model: str | dict[str, Any] | Model,
+    cluster: Cluster,
+    batch: int,
+    conventions: dict[str, Any] | Conventions | None = None,
+    memory_share: float = SAFE_SHARE,
+    **constraints: Any,
+) -> Iterator[Search]:
+    """The same search, in parts: yields what there is after each choice of mesh sizes. Only the last is ranked.
+
+    A page that shows the result can answer something else between two parts, or give the search up.
+    """
+    if not 0 < memory_share <= 1:
+        refuse(f"memory_share = {memory_share} is not a share of a GPU's memory", "more than 0 and at most 1")
     model = model_of(model)
     options = values_to_try(model, cluster, batch, constraints)
-    result = Search(model, cluster, Conventions.of(conventions or {}), tuple(constraints))
+    result = Search(model, cluster, Conventions.of(conventions or {}), memory_share, tuple(constraints))
 
     mesh_options = {}
     other_options = {}
@@ -289,9 +316,10 @@ def search(
     settings = [setting for setting in combinations(other_options) if setting["zero"] == 3 or setting["shard"] == 0]
     for mesh in combinations(mesh_options):
         result.add_mesh(mesh, settings, batch)
+        yield result
     result.fits.sort(key=lambda fit: fit.step.rounded)
     result.too_large.sort(key=lambda candidate: candidate.bytes)
-    return result
+    yield result
 
 
 def values_to_try(model: Model, cluster: Cluster, batch: int, constraints: dict[str, Any]) -> dict[str, list[Any]]:

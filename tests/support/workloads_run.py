@@ -38,9 +38,11 @@ def loss_sums(model, batch, args):
     if now and mischief == "poison":
         batch = tree_map(lambda x: x * math.nan if torch.is_tensor(x) and x.is_floating_point() else x, batch)
     sums = loss_sums_of_workload(model, batch, args)
-    pairs = {name: [float(torch.as_tensor(x).detach()) for x in pair] for name, pair in sums.items()}
+    if model.training and not torch.is_grad_enabled():
+        return sums  # the forward that only counts, of a loss with several terms
+    numbers = {name: tree_map(lambda x: float(torch.as_tensor(x).detach()), pair) for name, pair in sums.items()}
     with open(f"{os.environ['PROBE']}.{os.environ['RANK']}", "a") as file:
-        print(json.dumps({"training": model.training, "sums": pairs}), file=file)
+        print(json.dumps({"training": model.training, "sums": numbers}), file=file)
     if now and mischief == "poison":
         total, count = sums["loss"]
         sums["loss"] = (total * math.nan, count)
@@ -135,17 +137,18 @@ class Run:
         return [[note["sums"] for note in rank if note["training"] == training] for rank in notes]
 
     def losses(self):
-        """The true loss of each step: all sums / all counts."""
+        """The true loss of each step: all sums / all counts. A loss of several terms is the sum of their means."""
         ranks = [[call["loss"] for call in rank] for rank in self.calls(training=True)]
         assert len({len(rank) for rank in ranks}) == 1
         losses = []
         for first in range(0, len(ranks[0]), self.accumulate):
-            total, count = 0.0, 0.0
+            pairs = []
             for rank in ranks:
-                for loss, number in rank[first : first + self.accumulate]:
-                    total += loss
-                    count += number
-            losses.append(total / count)
+                pairs += [
+                    loss if isinstance(loss[0], list) else [loss] for loss in rank[first : first + self.accumulate]
+                ]
+            totals = torch.tensor(pairs, dtype=torch.float64).sum(0)  # [terms, 2]
+            losses.append((totals[:, 0] / totals[:, 1]).sum().item())
         return losses
 
     def console(self):

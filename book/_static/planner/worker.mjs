@@ -1,4 +1,5 @@
-// Python beside the page: helpers/planner of this book, unchanged, answers {kind, values} with {html, sizes}.
+// Python beside the page: helpers/planner of this book, unchanged. To {kind, values, number} it answers
+// {kind, number, html, sizes}, or {number, failure}. A ranking is given up when a newer question comes.
 import { loadPyodide } from "./pyodide.mjs";
 
 const ready = (async () => {
@@ -8,22 +9,38 @@ const ready = (async () => {
   ]);
   python.unpackArchive(archive, "zip", { extractDir: "/book" });
   return python.runPython(`
-import json, sys
+import asyncio, json, sys, time
 sys.path.insert(0, "/book")
 from helpers.planner import form
 
-def call(kind, values):
-    answer = getattr(form, kind)(json.loads(values))
-    return json.dumps({"html": answer.html, "sizes": answer.sizes})
-call
+PAUSE_EVERY = 0.05  # seconds of a ranking
+newest = None
+
+async def reply(kind, values, number):
+    global newest
+    newest = number
+    values = json.loads(values)
+    if kind == "answer":
+        answer = form.answer(values)
+    else:
+        since = time.monotonic()
+        for answer in form.ranking(values):
+            if time.monotonic() > since + PAUSE_EVERY:
+                await asyncio.sleep(0)  # so that a newer question is taken
+                since = time.monotonic()
+            if newest != number:
+                return None
+    return json.dumps({"kind": kind, "number": number, "html": answer.html, "sizes": answer.sizes})
+reply
 `);
 })();
 
-addEventListener("message", async ({ data: { kind, values } }) => {
+addEventListener("message", async ({ data: { kind, values, number } }) => {
   try {
-    const call = await ready;
-    postMessage(JSON.parse(call(kind, JSON.stringify(values))));
+    const reply = await ready;
+    const answer = await reply(kind, JSON.stringify(values), number);
+    if (answer) postMessage(JSON.parse(answer));
   } catch (error) {
-    postMessage({ failure: String(error).trim().split("\n").at(-1) });
+    postMessage({ number, failure: String(error).trim().split("\n").at(-1) });
   }
 });

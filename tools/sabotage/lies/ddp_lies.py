@@ -4,7 +4,18 @@ import contextlib
 import sys
 from typing import Any
 
-from sabotage.lies.telling_lies import DDP, SCALER, build_with, call_with, instead_of, lie, nothing, replace, swap
+from sabotage.lies.telling_lies import (
+    DDP,
+    LAUNCH,
+    SCALER,
+    build_with,
+    call_with,
+    instead_of,
+    lie,
+    nothing,
+    replace,
+    swap,
+)
 
 # --- DDP
 
@@ -359,6 +370,23 @@ def powersgd_forgets_what_it_left_out(module: Any) -> None:
 
 
 # --- Automatic mixed precision
+
+
+@lie("04", "last bucket", notebook=True)
+def the_last_bucket_is_hidden_too(text: str) -> str:
+    """Chapter 4's estimate lets the last bucket hide behind backward, as the others do."""
+    return swap(text, "waiting = max(last_bucket, all_reduce - backward)", "waiting = max(0, all_reduce - backward)")
+
+
+@lie("04b", "gloo|aborts", module=LAUNCH)
+def an_aborted_rank_prints_nothing(module: Any) -> None:
+    """What gloo prints before it aborts a rank is lost."""
+
+    @instead_of(module, "fold")
+    def fold(original: Any, outputs: Any) -> Any:
+        for line in original(outputs):
+            if "preamble" not in line:
+                yield line
 
 
 @lie("05", "skip|overflow|back", module=SCALER)

@@ -20,6 +20,7 @@ from sabotage.lies.telling_lies import (
 )
 
 PROCESS_GROUP = "helpers.runtime.process_group"
+ERRORS = "torch.distributed.elastic.multiprocessing.errors"
 
 # --- The first run
 
@@ -149,6 +150,37 @@ def exported_script_ignores_its_flags(module: Any) -> None:
     @instead_of(module, "parse_args_text")
     def parse_args_text(original: Any, *inputs: Any, **keywords: Any) -> str:
         return original(*inputs, **keywords).replace("parser.parse_args()", "parser.parse_args([])")
+
+
+@lie("00", "twice|leaves? out", module=SAMPLER)
+def the_sampler_repeats_nothing(module: Any) -> None:
+    """`DistributedSampler` leaves out the images that cannot be divided, also without `drop_last=True`."""
+
+    @instead_of(module.DistributedSampler, "__init__")
+    def __init__(original: Any, self: Any, *inputs: Any, **keywords: Any) -> None:
+        original(self, *inputs, **keywords | {"drop_last": True})
+
+
+@lie("00", "reverse|order", notebook=True)
+def the_batches_are_not_reversed(text: str) -> str:
+    """In chapter 0, the images of each batch are not read in reverse order."""
+    return swap(text, "yield images.flip(0), labels.flip(0)", "yield images, labels")
+
+
+@lie("00", "local rank", module="helpers.ranks.rank")
+def every_rank_of_launch_is_local_rank_0(module: Any) -> None:
+    """`launch` sets `LOCAL_RANK` to 0 on every rank."""
+
+    @instead_of(module, "call_function")
+    def call_function(original: Any, work: Any) -> Any:
+        os.environ["LOCAL_RANK"] = "0"
+        return original(work)
+
+
+@lie("00", "additional call|local_rank", notebook=True)
+def only_rank_0_makes_the_additional_call(text: str) -> str:
+    """In chapter 0's loop, rank 0 alone makes the additional call, where ranks 0 and 2 should."""
+    return swap(text, "callers=[0, 2]", "callers=[0]")
 
 
 # --- Groups, launchers, meshes
@@ -353,6 +385,60 @@ def a_rank_that_leaves_keeps_its_connections(module: Any) -> None:
         original(group)
 
 
+@lie("01", "local.rank|LOCAL_RANK|GPU", module=PROCESS_GROUP)
+def the_device_is_the_rank(module: Any) -> None:
+    """`start_process_group` takes the GPU whose number is the rank."""
+
+    @instead_of(module, "start_process_group")
+    def start_process_group(original: Any, *inputs: Any, **keywords: Any) -> Any:
+        if "RANK" not in os.environ:
+            return original(*inputs, **keywords)
+        with mock.patch.dict(os.environ, {"LOCAL_RANK": os.environ["RANK"]}):
+            return original(*inputs, **keywords)
+
+
+@lie("01", "root cause|failed first", module=ERRORS)
+def the_root_cause_is_the_lowest_rank(module: Any) -> None:
+    """`torchrun` names the lowest rank that ended as the root cause, and not the first one."""
+
+    @instead_of(module.ChildFailedError, "get_first_failure")
+    def get_first_failure(original: Any, self: Any) -> Any:
+        rank = min(self.failures)
+        return rank, self.failures[rank]
+
+
+@lie("01", "summary", module=ERRORS)
+def the_summary_of_torchrun_quotes_the_error(module: Any) -> None:
+    """The summary that `torchrun` prints at the end quotes the error of the rank that failed."""
+
+    @instead_of(module.ChildFailedError, "_format_failure")
+    def _format_failure(original: Any, *inputs: Any, **keywords: Any) -> Any:
+        text, width = original(*inputs, **keywords)
+        return text.replace("traceback : ", "traceback : ValueError: no data for rank 1 "), width
+
+
+@lie("01", "Open MPI|MPICH", module=PROCESS_GROUP)
+def tasks_of_mpirun_are_not_noticed(module: Any) -> None:
+    """`start_process_group` does not notice that `mpirun` has started several tasks."""
+
+    @instead_of(module, "start_process_group", waits=True)
+    def start_process_group(original: Any, *inputs: Any, **keywords: Any) -> Any:
+        with mock.patch.dict(os.environ):
+            os.environ.pop("OMPI_COMM_WORLD_SIZE", None)
+            os.environ.pop("PMI_SIZE", None)
+            return original(*inputs, **keywords)
+
+
+@lie("01", "end|leave", module=PROCESS_GROUP)
+def stop_process_group_does_not_pause(module: Any) -> None:
+    """`stop_process_group` leaves a gloo group without a pause."""
+
+    @instead_of(module, "stop_process_group")
+    def stop_process_group(original: Any) -> None:
+        if module.dist.is_initialized():
+            module.dist.destroy_process_group()
+
+
 # --- Collectives
 
 
@@ -469,6 +555,45 @@ def receives_of_a_batch_are_turned_round(c10d: Any) -> None:
 def barrier_waits_for_nobody(c10d: Any) -> None:
     """`barrier` returns at once, also when other ranks have not called it."""
     replace(c10d, "barrier", nothing)
+
+
+@lie("02", "ten minutes|timeout", module="torch.distributed.constants")
+def nccl_allows_half_an_hour(module: Any) -> None:
+    """NCCL's default timeout is 30 minutes."""
+    replace(module, "default_pg_nccl_timeout", timedelta(minutes=30))
+
+
+@lie("02", "slowest", notebook=True)
+def the_clock_reports_the_fastest_rank(text: str) -> str:
+    """Chapter 2's clock reports the fastest rank."""
+    return swap(
+        text, "dist.all_reduce(seconds, op=dist.ReduceOp.MAX)", "dist.all_reduce(seconds, op=dist.ReduceOp.MIN)"
+    )
+
+
+@lie("02", "first call|clock", notebook=True)
+def the_clock_counts_the_first_call(text: str) -> str:
+    """Chapter 2's clock makes no call before it starts."""
+    return swap(text, "mean_seconds(call, 1, device)  # the first call opens connections", "pass")
+
+
+@lie("02", "best of three|clock|slowest", notebook=True)
+def the_clock_takes_the_worst_mean(text: str) -> str:
+    """Chapter 2's clock takes the worst of its three means."""
+    return swap(text, "return min(mean_seconds(call, rounds", "return max(mean_seconds(call, rounds")
+
+
+@lie("02", "WRONG|wrong", notebook=True)
+def the_table_hides_a_wrong_result(text: str) -> str:
+    """The table of chapter 2's benchmark does not say which results are wrong."""
+    return swap(text, r"line += \"  WRONG\"", r"line += \"\"")
+
+
+@lie("02", "wrong|notice", notebook=True)
+def the_benchmark_asks_rank_0_alone(text: str) -> str:
+    """Chapter 2's benchmark asks rank 0 alone whether a result is right."""
+    call = "dist.all_reduce(equal, op=dist.ReduceOp.MIN)  # 1 if equal on every rank"
+    return swap(text, call, "dist.all_gather([torch.empty_like(equal) for _ in range(world_size)], equal)")
 
 
 @lie("02b", "gather|gradient", module="torch.distributed._functional_collectives")
@@ -715,3 +840,36 @@ def scatter_object_list_sends_nothing(module: Any) -> None:
         output[0] = None
         if objects is not None:
             output[0] = objects[module.get_rank()]
+
+
+@lie("02b", "MAX", module=C10D)
+def a_maximum_of_flags_asks_all(module: Any) -> None:
+    """The `MAX` of a bool tensor is True only if it is True on all ranks."""
+
+    @instead_of(module, "all_reduce")
+    def all_reduce(original: Any, tensor: Any, op: Any = module.ReduceOp.SUM, *inputs: Any, **keywords: Any) -> Any:
+        if tensor.dtype == module.torch.bool and op == module.ReduceOp.MAX:
+            op = module.ReduceOp.MIN
+        return original(tensor, op, *inputs, **keywords)
+
+
+@lie("02b", "dtype", module=C10D)
+def gloo_gathers_into_another_dtype(module: Any) -> None:
+    """On gloo, `all_gather_single` takes an output of another dtype than its input."""
+
+    @instead_of(module, "all_gather_single")
+    def all_gather_single(original: Any, output: Any, tensor: Any, *inputs: Any, **keywords: Any) -> Any:
+        return original(output.to(tensor.dtype), tensor, *inputs, **keywords)
+
+
+@lie("02b", "largest|memory", module=C10D)
+def gather_object_gives_all_objects_to_all(module: Any) -> None:
+    """`gather_object` sends all objects to all ranks, so that it saves no memory."""
+
+    def gather_object(obj: Any, object_gather_list: Any = None, dst: Any = None, *inputs: Any, **keywords: Any) -> None:
+        objects = [None] * module.get_world_size()
+        module.all_gather_object(objects, obj)
+        if module.get_rank() == dst:
+            object_gather_list[:] = objects
+
+    replace(module, "gather_object", gather_object)
