@@ -48,13 +48,14 @@ var bookSearch = (() => {
   );
   // What is written out in one place is abbreviated in another: a text that has either is found by both.
   const ABBREVIATIONS = [
-    [/\bdistributed data ?parallel/gi, "ddp"],
-    [/\bfully sharded data ?parallel|\bfully_shard\b/gi, "fsdp"],
-    [/\bdata ?parallel\b(?!ism)/gi, "dp"],
-    [/\btensor[- ]parallel/gi, "tp"],
-    [/\bpipeline[- ]parallel/gi, "pp"],
-    [/\bcontext[- ]parallel/gi, "cp"],
-    [/\bexpert[- ]parallel/gi, "ep"],
+    [/\bdistributed ?data ?parallel(?:ism)?\b/gi, "ddp"],
+    [/\bfully ?sharded ?data ?parallel(?:ism)?\b|\bfully_shard\b/gi, "fsdp"],
+    [/\bdata ?parallel\b/gi, "dp"],
+    [/\bsync(?:hronized)? ?batch ?norm(?:alization)?\b/gi, "syncbn"],
+    [/\btensor[- ]parallel(?:ism)?\b/gi, "tp"],
+    [/\bpipeline[- ]parallel(?:ism)?\b/gi, "pp"],
+    [/\bcontext[- ]parallel(?:ism)?\b/gi, "cp"],
+    [/\bexpert[- ]parallel(?:ism)?\b/gi, "ep"],
     [/\bmixture of experts/gi, "moe"],
     [/\bmixed precision/gi, "amp"],
     [/\blearning rate/gi, "lr"],
@@ -248,7 +249,7 @@ var bookSearch = (() => {
       if (/\/\d+[a-z]_/.test(page)) weight *= 0.9; // a practice page comes after its chapter
       if (page === GLOSSARY) weight = asked.defined ? 1.5 : asked.terms.length > 2 ? 0.4 : 0.6;
       if (page === VARIABLES && asked.hasVariable) weight = 1;
-      if (asked.isComparison && page === GUIDE && heading.startsWith("Which")) weight *= 9;
+      if (asked.isComparison && page === GUIDE && heading.startsWith("Which")) weight *= 16;
       if (sectionsNamed.get(heading) > 3) weight *= 0.4; // a heading that many chapters have says little
       return weight;
     }
