@@ -10,6 +10,7 @@ from helpers.command_line import Parser, is_failed_output, open_closed_streams, 
 
 try:
     from helpers.doctor import command as doctor
+    from helpers.doctor import nccl_log
     from helpers.export import command as chapters
     from helpers.planner import command as planner
     from helpers.rehearsal import command as rehearsal
@@ -63,6 +64,10 @@ def add_commands(commands: Any) -> None:
     command = commands.add_parser("doctor", help="check the machines, the network and the collectives")
     command.set_defaults(main=lambda args, flags: doctor.main(args))
     doctor.add_arguments(command)
+
+    command = commands.add_parser("nccl-log", help="what the logs of a job that is slow or hangs say of NCCL")
+    command.set_defaults(main=lambda args, flags: nccl_log.main(args))
+    nccl_log.add_arguments(command)
 
     command = commands.add_parser("verify", help="run the whole book on this machine's GPUs, and compare")
     command.set_defaults(main=lambda args, flags: verify.main(args))

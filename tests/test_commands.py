@@ -133,6 +133,7 @@ WAYS = {
     "python -m helpers plan llama3-70b h100 --gpus 512 --layout batch=1024": Way(
         ("layouts of .* 512 x h100", "ranked")
     ),
+    "python -m helpers plan llama3-8b h100 --gpus 16 --layout batch=128": Way(("layouts of .* 16 x h100", "ranked")),
     "python -m helpers plan llama3-8b h100 --gpus 64 --layout batch=512": Way(("layouts of .*64 x h100", "ranked")),
     f"jupyter nbconvert --to torchrun notebooks/{DDP}.ipynb --output-dir jobs": Way(writes=(f"jobs/{DDP}.py",)),
     "git clone ADDRESS world-size-one && cd world-size-one": Way(writes=("world-size-one/Makefile",)),
@@ -186,6 +187,9 @@ TESTS = {  # by which other test a line is run
     "python -m helpers rehearse 8": "test_commands.py::test_a_rehearsal_of_defaults_ends_within_a_minute",
     "python -m helpers rehearse 9": "test_commands.py::test_a_rehearsal_of_defaults_ends_within_a_minute",
     PLAN_OF_CHAPTER_15: "test_promises.py::test_lines_of_one_node_in_their_order",
+    "python -m helpers nccl-log logs/*.log": (
+        "test_nccl_log.py::test_the_logs_of_all_ranks_name_the_rank_that_is_behind"
+    ),
     "python -m helpers plan job.toml --json": "test_planner_command.py::test_a_file_becomes_a_plan",
     f"{STATIC.format(0)}--nproc-per-node=gpu -m helpers doctor": f"{TWO_HOSTS}doctor_sees_both_hosts",
     f"{STATIC.format(0)}--master-port=29500 --nproc-per-node=2 place.py": f"{TWO_HOSTS}two_kinds_of_rendezvous",
@@ -212,7 +216,8 @@ TESTS = {  # by which other test a line is run
 STACKS_OF_ALL_RANKS = (
     "srun --jobid=4711 --overlap --nodes=8 --ntasks-per-node=1 "
     'bash -c \'for pid in $(pgrep -f "[p]ython.*train.py"); '
-    'do echo "== $(hostname) $pid"; py-spy dump --pid $pid; done\' > stacks.txt'
+    'do [ "$(cat /proc/$pid/comm)" = pt_data_worker ] && continue; '
+    'echo "== $(hostname) $pid"; py-spy dump --pid $pid; done\' > stacks.txt'
 )
 NOT_HERE = {  # why a line cannot be run here
     "make lock": "asks PyPI for the newest versions",

@@ -46,3 +46,15 @@ def test_a_gradient_that_is_not_finite_stops_all_ranks(script):
     stopped, errors = run(script, 2, "--lr=1e30")
     assert stopped is None
     assert errors.count("is non-finite, so it cannot be clipped") >= 2
+
+
+def test_a_width_that_the_heads_cannot_share_is_refused(script):
+    refused, errors = run(script, 1, "--width=18")
+    assert refused is None
+    assert "ValueError: --width 18 cannot be divided among 4 heads. Try a multiple of 4." in errors
+
+
+def test_without_an_epoch_the_initial_weights_are_evaluated(script):
+    initial, _ = run(script, 1, "--epochs=0")
+    assert initial["val_loss"] == pytest.approx(1.609, abs=0.4)  # ln 5: a guess among five grey levels
+    assert initial["bytes_per_parameter"] == pytest.approx(4, abs=0.01)  # no gradient, and no moments

@@ -176,7 +176,8 @@ BOXES = {  # chapter: the measurements that its boxes show
     "10": {"checkpoint"},
     "14": {"launch"},
     "14b": {"messages"},
-    "15": {"rates", "planned"},
+    "15": {"rates"},
+    "15b": {"planned"},
 }
 
 

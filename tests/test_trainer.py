@@ -108,6 +108,7 @@ REFUSED = {  # flags: the error
     "--lr=-1": "--lr -1.0 must be greater than 0.",
     "--ema=1.5": "--ema 1.5 must be at least 0 and less than 1.",
     "--backend=gloom": "--backend gloom is none of nccl and gloo.",
+    "--log-to=wandb": "--log-to wandb: this package is not installed.",
     "--backend=nccl": "--backend nccl needs GPUs, and there are none here.",
     "--compile-with=inductr": "--compile-with inductr is none of",
     "--replicas=2": "--replicas, --meta and --offload need --shard.",
@@ -138,6 +139,33 @@ def test_a_validation_set_that_is_too_small_is_refused_before_the_first_step(scr
     assert error.startswith(f"UsageError: The validation set has {size} sample(s), fewer than the ranks.")
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_of_unequal_shapes_are_one_line_of_the_rank_that_has_them(script, alone, tmp_path, workers):
+    old = "    return TensorDataset(*digits[:1440]), TensorDataset(*digits[1440:])\n"
+    new = "    return [(torch.zeros(64 if i else 63), 0) for i in range(96)], None\n"
+    path = changed(script, tmp_path / "unequal", old, new)
+    # torchrun itself, because a worker of a forked rank cannot send an error of a class of the script.
+    status, _, errors, _ = torchrun(path, 2, alone, "--max-steps=11", f"--num-workers={workers}")
+    assert status not in (0, None)
+    [line] = re.findall(r"^.*UsageError: (.*)$", errors, re.M)
+    assert line.startswith("samples of different shapes need a collate() of your own (")
+
+
+def test_a_model_without_a_trained_weight_and_an_optimizer_of_another_model_are_refused(script):
+    def frozen(args):
+        return nn.Linear(64, 10).requires_grad_(False)
+
+    def of_another_model(model, args):
+        return torch.optim.SGD(nn.Linear(64, 10).parameters(), args.lr)
+
+    for replacements, message in [
+        ({"build_model": frozen}, "build_model has frozen all parameters: nothing is trained."),
+        ({"build_optimizer": of_another_model}, "build_optimizer has parameters of another model."),
+    ]:
+        [[error]] = launch(errors_of, str(script), [settings(script)], replacements, nproc=1)
+        assert error == f"UsageError: {message}"
+
+
 WRONG_SUMS = {  # what loss_sums returns for logits: the error
     "loss": 'loss_sums must return {"loss": (sum, count)}, not tensor(',
     "{'accuracy': (loss, 1)}": 'loss_sums must return {"loss": (sum, count)}, not {',
@@ -162,15 +190,32 @@ def errors_of_wrong_sums(path, args):
 def test_sums_of_another_form_are_refused(script):
     [errors] = launch(errors_of_wrong_sums, str(script), settings(script, "--max-steps=12"), nproc=1)
     for expected, error in zip(WRONG_SUMS.values(), errors, strict=True):
-        assert error.startswith(f"UsageError: {expected}")
+        assert error.startswith(f"UsageErrorOfRank: {expected}")
 
 
-def test_flags_without_a_type_are_refused(script):
+def errors_of_unlike_names(path, args):
+    def loss_sums(model, batch, args):
+        total = model(batch[0]).sum()
+        if dist.get_rank() == 1:
+            return {"loss": (total, 1)}
+        return {"loss": (total, 1), "score": (total, 1)}
+
+    return errors_of(path, [args], {"loss_sums": loss_sums})
+
+
+def test_ranks_whose_sums_have_other_names_are_refused_on_all(script):
+    errors = launch(errors_of_unlike_names, str(script), settings(script), nproc=2)
+    message = "loss_sums returns 1 loss(es), ['score'] on rank 0 and 1 loss(es), [] on rank 1."
+    assert errors == [[f"UsageError: {message}"]] * 2
+
+
+def test_flags_without_a_type_are_refused(script, capsys):
     trainer = loaded(script)
     for default in (None, [1, 2]):
         trainer.add_flags = lambda add, default=default: add("--layers", default, "layers")
-        with mock.patch("sys.argv", [str(script)]), pytest.raises(TypeError, match="--layers: a flag cannot have"):
+        with mock.patch("sys.argv", [str(script)]), pytest.raises(SystemExit):
             trainer.parse_args()
+        assert f"error: --layers: a flag cannot have the type of {default}\n" in capsys.readouterr().err
 
 
 def test_a_warmup_that_does_not_end_is_said(script, alone):
@@ -208,23 +253,21 @@ def test_checkpoints_are_in_the_order_of_their_steps(script, tmp_path):
 
 
 def save_on_a_full_disk(path, args):
-    """What a folder holds after a save that ends in the middle, and what the save raised."""
+    """What a folder holds after a save that ends in the middle, because files may not be longer."""
+    import resource
+
     trainer = loaded(path)
     training = trainer.build_training(args, CPU)
     checkpoints = trainer.Checkpoints(args)
     training.step = 1
     checkpoints.save(training)
-    write = torch.save
-
-    def full(state, file, **options):
-        write(state, file, **options)
-        raise OSError(28, "No space left on device")
-
-    torch.save = full
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
     training.step = 2
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(trainer.UsageError, match=r"step_00000002.pt cannot be written: File too large\."):
         checkpoints.save(training)
-    torch.save = write
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     again = trainer.build_training(args, CPU)
     trainer.Checkpoints(args).load(again)
     return sorted(path.name for path in trainer.Path(args.checkpoint_dir).iterdir()), again.step
@@ -300,6 +343,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_never_overwritten(script, folder,
 
 def test_what_a_killed_job_left_of_a_save_is_removed(script, folder):
     (folder / ".step_00000012.pt.host.7.part").write_text("half")
+    (folder / ".probe_0123456789abcdef").touch()
     assert launch(errors_of, str(script), [going_on(script, folder, "--resume")], nproc=1) == [["none"]]
     assert names_in(folder) == [*(f"step_{step:08}.pt" for step in (6, 9, 12)), "weights.pt"]
 
@@ -331,14 +375,15 @@ def errors_with_a_bad_disk(path, args):
     trainer.zipfile = SimpleNamespace(ZipFile=fail, BadZipFile=zipfile.BadZipFile)
     try:
         trainer.train(args, CPU)
-    except OSError as error:
-        return error.strerror
+    except trainer.UsageError as error:
+        return str(error)
 
 
 def test_a_passing_read_error_ends_the_job_and_touches_nothing(script, folder):
     before = names_in(folder)
     args = going_on(script, folder, "--resume")
-    assert launch(errors_with_a_bad_disk, str(script), args, nproc=1) == ["Input/output error"]
+    [error] = launch(errors_with_a_bad_disk, str(script), args, nproc=1)
+    assert error == f"{folder / 'step_00000009.pt'} cannot be read: Input/output error."
     assert names_in(folder) == before
 
 
@@ -369,6 +414,33 @@ def test_a_flag_may_be_a_path_and_a_later_flag_locks_no_checkpoint(script, folde
     args = going_on(later, folder, "--resume", "--s=0.1")
     [[error]] = launch(errors_of, str(later), [args], nproc=1)
     assert "has s = 0.5, not 0.1: keep 0.5, or add --allow-change s." in error
+
+
+OTHER_VALUES = {
+    "epochs": 7,
+    "max_steps": 13,
+    "batch_size": 48,
+    "lr": 0.2,
+    "min_lr": 0.1,
+    "warmup": 3,
+    "max_norm": 2.0,
+    "dtype": "bfloat16",
+    "ema": 0.5,
+    "seed": 1,
+    "train_samples": 1441,
+    "width": 128,
+}
+
+
+def test_each_flag_that_decides_is_compared(script):
+    trainer = loaded(script)
+    assert OTHER_VALUES.keys() == trainer.DECIDING_FLAGS | {"width"}
+    saved = {name: repr(value) for name, value in vars(settings(script)).items()} | {"train_samples": "1440"}
+    trainer.check_same_flags(saved, {**saved, "num_workers": "1", "log_every": "1"}, "", "step")
+    for name, value in OTHER_VALUES.items():
+        with pytest.raises(trainer.UsageError, match=f"step has {name} = .*, not {value!r}: keep .*--allow-change"):
+            trainer.check_same_flags(saved, {**saved, name: repr(value)}, "", "step")
+        trainer.check_same_flags(saved, {**saved, name: repr(value)}, name, "step")
 
 
 def test_a_flag_of_ones_own_may_have_choices(script, tmp_path):
@@ -1156,6 +1228,121 @@ def test_torchrun_shows_the_traceback_of_an_error(script, alone, tmp_path):
     assert "ValueError: broken here" in summary
 
 
+ENDS_OF_WORKERS = {  # what goes wrong: (where, in place of what, the message)
+    "the loss": ("    images, labels = batch\n", '    raise RuntimeError("out of memory")\n', "out of memory"),
+    "a worker hangs": (
+        "    return torch.utils.data.default_collate(samples)\n",
+        "    time.sleep(10**6)\n",
+        "DataLoader timed out after 4.0 seconds",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ENDS_OF_WORKERS)
+def test_a_rank_with_workers_ends_when_it_fails(script, alone, tmp_path, kind):
+    """The workers do not get SIGTERM, with which Python would end them before it ends itself."""
+    old, new, message = ENDS_OF_WORKERS[kind]
+    path = changed(script, tmp_path / "failing", old, new)
+    status, _, errors, left = torchrun(path, 2, alone, "--num-workers=1", "--patience=5", "--backend=gloo")
+    assert status == 1 and not left
+    assert message in errors
+
+
+def sums_of_unlike_first_weights(path, args):
+    """This rank's sum of each weight, if each rank draws other weights than the others."""
+    trainer = loaded(path)
+
+    def build_model(args):
+        model = nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 8))
+        for param in model.parameters():
+            nn.init.normal_(param, generator=torch.Generator().manual_seed(dist.get_rank()))
+        return model
+
+    trainer.build_model = build_model
+    training = trainer.build_training(args, CPU)
+    trainer.check_replicas(training, args)
+    sums = [trainer.local(param).sum().item() for param in training.model.parameters()]
+    with torch.no_grad():
+        if dist.get_rank() == 3:
+            trainer.local(next(training.model.parameters()))[0] += 1e-3
+    try:
+        trainer.check_replicas(training, args)
+    except RuntimeError as error:
+        return sums, str(error)
+    return sums, "none"
+
+
+@pytest.mark.parametrize("flags", [[], ["--shard", "--replicas=2"]])
+def test_all_replicas_begin_with_the_weights_of_rank_0_and_are_compared(script, flags):
+    results = launch(sums_of_unlike_first_weights, str(script), settings(script, *flags), nproc=4)
+    assert results[0][0] == results[2][0] and results[1][0] == results[3][0]
+    other = 1 if flags else 0
+    message = f"at step 0 the weights of rank 3 are not those of rank {other}"
+    assert [error for _, error in results] == [message] * 4
+
+
+def errors_with_files_of_their_own(path, args, folder):
+    """``--init-from`` reads another file on rank 1."""
+    os.chdir(Path(folder) / str(dist.get_rank()))
+    return errors_of(path, [args])
+
+
+def test_ranks_that_would_begin_with_other_files_are_refused(script, tmp_path):
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        torch.save({"0.weight": torch.full((256, 64), float(rank))}, tmp_path / str(rank) / "first.pt")
+    args = settings(script, "--max-steps=10", f"--init-from={tmp_path}/0/first.pt")
+    args.init_from = "first.pt"
+    for [error] in launch(errors_with_files_of_their_own, str(script), args, str(tmp_path), nproc=2):
+        assert error.startswith("UsageError: the file of --init-from: rank 0 has ")
+
+
+def error_of_another_order(path, args):
+    """The error of a resume whose optimizer has two layers of one shape in another order."""
+    trainer = loaded(path)
+    trainer.build_model = lambda args: nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    for order in (1, -1):
+        trainer.build_optimizer = lambda model, args, order=order: torch.optim.AdamW([*model.parameters()][::order])
+        training = trainer.build_training(args, CPU)
+        checkpoints = trainer.Checkpoints(args)
+        if order == 1:
+            checkpoints.save(training)
+            continue
+        try:
+            checkpoints.load(training)
+        except trainer.UsageError as error:
+            return str(error)
+
+
+def test_an_optimizer_with_its_parameters_in_another_order_is_refused(script, tmp_path):
+    args = settings(script, "--resume", f"--checkpoint-dir={tmp_path}")
+    [error] = launch(error_of_another_order, str(script), args, nproc=1)
+    assert error.startswith("The optimizer of the checkpoint has other parameters, or the same in another order")
+
+
+def files_after_a_bad_step(path, args):
+    """The checkpoints of a run whose step 4 is nan, where one was due."""
+    trainer = loaded(path)
+    calls = []
+
+    def loss_sums(model, batch, args, own=trainer.loss_sums):
+        sums = own(model, batch, args)
+        calls.append(1)
+        if len(calls) == 4:
+            sums["loss"] = (sums["loss"][0] * torch.nan, sums["loss"][1])
+        return sums
+
+    trainer.loss_sums = loss_sums
+    trainer.train(args, CPU)
+    return sorted(name for name in os.listdir(args.checkpoint_dir) if name.startswith("step_"))
+
+
+def test_the_step_after_a_bad_one_is_saved_in_its_place(script, tmp_path):
+    flags = ["--max-steps=7", "--warmup=1", "--save-every=4", f"--checkpoint-dir={tmp_path}"]
+    names = launch(files_after_a_bad_step, str(script), settings(script, *flags), nproc=1)
+    assert names == [["step_00000005.pt", "step_00000007.pt"]]
+
+
 def kinds_of_errors(path, args):
     trainer = loaded(path)
 
@@ -1232,6 +1419,30 @@ def lines_of_a_slow_rank_alone(path, args):
     found = lines_of_a_slow_rank(path, args, 40)
     if "DataLoader timed out" in str(found):
         raise RuntimeError(found)
+
+
+# --- what is sent, and when -------------------------------------------------------------------------------------------
+
+
+def all_reduces_of_gradients(path, args):
+    """How many times DDP sends the gradients in a step."""
+    trainer = loaded(path)
+    training = trainer.build_training(args, CPU)
+    calls = []
+
+    def hook(state, bucket):
+        calls.append(bucket.index())
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
+
+    training.module.register_comm_hook(None, hook)
+    batch = (torch.ones(12, 64), torch.zeros(12, dtype=torch.int64))
+    trainer.take_step(training, [batch] * args.accumulate, 1, args)
+    return calls
+
+
+def test_ddp_sends_the_gradients_once_in_a_step(script):
+    args = settings(script, "--accumulate=3")
+    assert launch(all_reduces_of_gradients, str(script), args, nproc=2) == [[0]] * 2
 
 
 # --- two losses, metrics of one's own, no validation ------------------------------------------------------------------

@@ -140,7 +140,7 @@ def parse_args_text(flags: dict[str, str], adds: bool = False, reads: bool = Fal
     if calls:
         if adds:
             lines.append("        if default is None or isinstance(default, (list, tuple, dict)):")
-            lines.append('            raise TypeError(f"{flag}: a flag cannot have the type of {default!r}.")')
+            lines.append('            parser.error(f"{flag}: a flag cannot have the type of {default!r}")')
             lines.append("        if isinstance(default, bool):")
             lines.append('            options["action"] = argparse.BooleanOptionalAction')
             lines.append('        elif "type" not in options:  # a choice is of that type too')

@@ -59,7 +59,7 @@ class PixelTransformer(nn.Module):
         self.head = nn.Linear(width, levels, bias=False)
 
     def forward(self, grey: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        # The label stands before the first pixel, and the last pixel predicts nothing.
+        # The label comes before the first pixel, and the last pixel predicts nothing.
         x = torch.cat([self.label(labels)[:, None], self.level(grey[:, :-1])], dim=1)
         x = x + self.position  # [batch, pixels, width]
         for block in self.blocks:

@@ -461,6 +461,21 @@ def saved_bytes_are_counted_in_float32(text: str) -> str:
     )
 
 
+@lie("05", "subnormal|smallest", notebook=True)
+def float16_ends_at_its_smallest_normal_number(text: str) -> str:
+    """float16 has no number between 0 and its smallest normal one."""
+    product = "torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps"
+    return swap(text, product, "torch.finfo(torch.float16).smallest_normal")
+
+
+@lie("05", "moves|weights|update", notebook=True)
+def the_weights_in_bfloat16_stay_float32(text: str) -> str:
+    """A model in bfloat16 keeps its weights in float32."""
+    return swap(
+        text, "sixty_steps(model_in_bfloat16, all_in_bfloat16)", "sixty_steps(model_in_bfloat16.float(), plain_loss)"
+    )
+
+
 @lie("05", "float8|scale", notebook=True)
 def each_block_has_the_scale_of_the_tensor(text: str) -> str:
     """Blocks of 32 float8 numbers share the scale of the whole tensor."""
@@ -475,21 +490,21 @@ def casting_by_hand_leaves_out_a_layer(text: str) -> str:
 
 @lie("05", "enabled=False|overrule|autocast off", module="torch.amp.autocast_mode")
 def a_nested_region_is_not_off(module: Any) -> None:
-    """`torch.autocast(enabled=False)` inside a region leaves the region on."""
+    """`torch.autocast(enabled=False)` inside an autocast block leaves autocast on."""
 
     @instead_of(module.autocast, "__init__")
     def __init__(original: Any, self: Any, *inputs: Any, **keywords: Any) -> None:
         import torch
 
-        is_nested = torch.is_autocast_enabled("cpu")  # because of a region around this one
+        is_nested = torch.is_autocast_enabled("cpu")  # because of a block around this one
         original(self, *inputs, **keywords)
         if is_nested:
             self._enabled = True
 
 
-@lie("05", "region", module="torch.amp.autocast_mode")
+@lie("05", "block", module="torch.amp.autocast_mode")
 def autocast_keeps_no_copies(module: Any) -> None:
-    """`autocast` casts a weight anew each time, and keeps no copy until its region ends."""
+    """`autocast` casts a weight anew each time, and keeps no copy until its block ends."""
     build_with(module.autocast, cache_enabled=False)
 
 

@@ -70,6 +70,12 @@ def fused_sgd_is_not_fused(module: Any) -> None:
     build_with(module.SGD, fused=False)
 
 
+@lie("14", "slow|straggler|wait", notebook=True)
+def waiting_counts_as_work(text: str) -> str:
+    """The table of ranks counts the waiting for a slow rank as a rank's own time."""
+    return swap(text, r"\"own\": (whole - waited) / steps", r"\"own\": whole / steps")
+
+
 @lie("14", "hook|NaN|output", notebook=True)
 def hooks_pass_over_dictionaries(text: str) -> str:
     """The hooks that look for a NaN do not look into a module's dictionary."""

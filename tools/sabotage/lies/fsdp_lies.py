@@ -2,7 +2,17 @@
 
 from typing import Any
 
-from sabotage.lies.telling_lies import FSDP, build_with, instead_of, lie, nothing, replace, shard_with, swap
+from sabotage.lies.telling_lies import (
+    FSDP,
+    build_with,
+    call_with,
+    instead_of,
+    lie,
+    nothing,
+    replace,
+    shard_with,
+    swap,
+)
 
 # --- Fully sharded data parallel
 
@@ -161,6 +171,54 @@ def each_rank_counts_its_own_batches(text: str) -> str:
     return swap(text, "max(1, len(dataset) // batch_size)", "max(1, -(-len(images) // batch_size))")
 
 
+@lie("06", "prefetch|ahead|started", module="torch.distributed.fsdp._fully_shard._fsdp_param_group")
+def no_block_is_gathered_ahead(module: Any) -> None:
+    """In backward, FSDP gathers a block when it is needed, and not while the block before it computes."""
+    replace(module.FSDPParamGroup, "_backward_prefetch", nothing)
+
+
+@lie("06", "stops|price|recomput", module="torch.utils.checkpoint")
+def recomputing_runs_to_the_end(module: Any) -> None:
+    """The second forward of a block that recomputes always runs to the end."""
+    call_with(module, "checkpoint", early_stop=False)
+
+
+@lie("06", "compiles nothing|compile", notebook=True)
+def the_recomputing_forward_is_a_function_of_ours(text: str) -> str:
+    """`block.compile()` traces a block whose `forward` is PyTorch's `checkpoint`."""
+    return swap(
+        text,
+        "block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)",
+        "block.forward = lambda x, forward=block.forward: checkpoint(forward, x, use_reentrant=False)",
+    )
+
+
+@lie("06", "fullgraph", notebook=True)
+def a_whole_graph_may_be_missing(text: str) -> str:
+    """With `fullgraph=True` a block that compiles nothing raises no error."""
+    return swap(text, 'block.compile(backend=\\"eager\\", fullgraph=True)', 'block.compile(backend=\\"eager\\")')
+
+
+@lie("06", "rows|different|seed", notebook=True)
+def each_rank_has_a_seed_for_its_shards(text: str) -> str:
+    """Ranks that initialize their shards have different random numbers."""
+    return swap(
+        text,
+        'init_weights(blocks, \\"cpu\\")  # to_empty',
+        'torch.manual_seed(dist.get_rank()); init_weights(blocks, \\"cpu\\")  # to_empty',
+    )
+
+
+@lie("decision_guide", "compil", notebook=True)
+def checkpoint_itself_can_be_compiled(text: str) -> str:
+    """`block.compile()` compiles a block whose `forward` is PyTorch's `checkpoint`."""
+    return swap(
+        text,
+        "block.forward = partial(checkpoint, block.forward, use_reentrant=False)",
+        "block.forward = lambda x, forward=block.forward: checkpoint(forward, x, use_reentrant=False)",
+    )
+
+
 # --- FSDP2 in a real project
 
 
@@ -215,7 +273,7 @@ def the_policy_of_a_checkpoint_is_ignored(module: Any) -> None:
 @lie("06b", "token|text", notebook=True)
 def ranks_do_not_ask_before_a_token(text: str) -> str:
     """A rank whose text is done leaves, and does not ask the others."""
-    return swap(text, "dist.all_reduce(goes_on)  # does any rank want more?", "pass")
+    return swap(text, "dist.all_reduce(waiting)  # does any rank want more?", "pass")
 
 
 @lie("06b", "token", notebook=True)
@@ -312,3 +370,20 @@ def gloo_divides_without_being_forced(text: str) -> str:
         'set_force_sum_reduction_for_comms(\\"not forced\\" not in way)',
         "set_force_sum_reduction_for_comms(True)",
     )
+
+
+@lie("06b", "address|storage", module=FSDP)
+def gathered_weights_move(module: Any) -> None:
+    """`set_keep_unsharded_storage` changes nothing."""
+    replace(module.FSDPModule, "set_keep_unsharded_storage", nothing)
+
+
+@lie("06b", "reduced|handle|wait", module=FSDP)
+def backward_ends_without_its_sums(module: Any) -> None:
+    """`finalize_backward` reduces nothing."""
+
+    class Handle:
+        def wait(self) -> None:
+            pass
+
+    replace(module.FSDPModule, "finalize_backward", lambda *_, **__: Handle())

@@ -116,6 +116,12 @@ def a_step_that_is_not_finite_is_taken(text: str) -> str:
     return swap(text, "if norm.isfinite():", "if True:")
 
 
+@lie("08", "reduce|FSDP", module="torch.distributed.pipelining.stage")
+def a_stage_reduces_after_every_micro_batch(module: Any) -> None:
+    """A `PipelineStage` lets FSDP reduce the gradient after the backward of each micro-batch."""
+    replace(module.FSDPModule, "set_requires_gradient_sync", nothing)
+
+
 @lie("08", "gather|reshard", module="torch.distributed.fsdp")
 def a_stage_gathers_for_every_micro_batch(module: Any) -> None:
     """`fully_shard` frees a stage's blocks after each forward, whatever `reshard_after_forward` says."""
@@ -262,6 +268,12 @@ def ranks_of_a_group_count_their_images_again(text: str) -> str:
     )
 
 
+@lie("07", "mesh|order|replica", notebook=True)
+def the_replica_follows_from_the_rank(text: str) -> str:
+    """The replica of a rank is computed from the rank's number, whatever the order of the mesh."""
+    return swap(text, "+ mesh.get_local_rank(name)", '+ dist.get_rank() // mesh[\\"tp\\"].size()')
+
+
 @lie("07", "dropout|seed", notebook=True)
 def each_ranks_own_numbers_are_the_same(text: str) -> str:
     """The random numbers for the dropout of parts begin with the same seed on every rank."""
@@ -293,7 +305,7 @@ def a_divided_embedding_sends_all_tokens(text: str) -> str:
 @lie("07", "norm|SequenceParallel", notebook=True)
 def norms_are_not_broadcast(text: str) -> str:
     """The norms of the ranks are not made equal before the model is divided."""
-    return swap(text, "if cured:", "if False:")
+    return swap(text, "if equal_before:", "if False:")
 
 
 @lie("07", "CPU|DTensor", notebook=True)
@@ -356,6 +368,12 @@ def the_ring_adds_up_in_the_dtype_of_its_queries(text: str) -> str:
     return swap(text, "    out = torch.zeros_like(query, dtype=torch.float32)", "    out = torch.zeros_like(query)")
 
 
+@lie("09", "ring|heads|grouped", notebook=True)
+def a_shared_head_of_keys_gets_one_gradient(text: str) -> str:
+    """A head of keys that several heads of queries share gets the gradient of the first of them only."""
+    return swap(text, "grad_key.sum(2, keepdim=True), grad_value", "grad_key[:, :, :1], grad_value")
+
+
 @lie("09", "grouped|heads", notebook=True)
 def ulysses_copies_keys_before_it_sends_them(text: str) -> str:
     """With grouped queries Ulysses sends a copy of the keys and values for each head of queries."""
@@ -372,7 +390,7 @@ def ulysses_does_not_check_the_heads_of_keys(text: str) -> str:
 @lie("09", "position", notebook=True)
 def each_rank_counts_its_positions_from_0(text: str) -> str:
     """The rotation of queries and keys counts the positions of every rank from 0."""
-    return swap(text, "torch.arange(len(mine)) if counted_from_0 else mine", "torch.arange(len(mine))")
+    return swap(text, "    if counted_from_0:", "    if True:")
 
 
 @lie("09", "gather|keys", notebook=True)
@@ -401,7 +419,7 @@ def a_head_tail_balancer_divides_in_order(module: Any) -> None:
 @lie("09b", "count|loss|step", notebook=True)
 def each_rank_counts_its_own_targets(text: str) -> str:
     """In the training step each rank divides its loss by the targets that it counts itself."""
-    return swap(text, "    dist.all_reduce(counted)  # 4.", "    counted = counted.clamp(min=1)  # 4.")
+    return swap(text, "    dist.all_reduce(counted)", "    counted = counted.clamp(min=1)")
 
 
 @lie("09b", "gather|ring", module=CONTEXT_PARALLEL)
@@ -492,6 +510,13 @@ def a_group_of_rows_begins_where_it_should_end(text: str) -> str:
     """The grouped product is told where each group begins, and not where it ends."""
     ends = "ends = counts.cumsum(0, dtype=torch.int32)"
     return swap(text, ends, f"{ends} - counts.int()")
+
+
+@lie("09c", "bfloat16|dtype", notebook=True)
+def the_copies_are_added_in_the_dtype_of_the_tokens(text: str) -> str:
+    """The copies of a token are added up in the dtype of the tokens, though their weights are float32."""
+    summed = "return out.index_add(0, token, weighted).to(x.dtype)"
+    return swap(text, summed, "return out.to(x.dtype).index_add(0, token, weighted)")
 
 
 @lie("09c", "divisor|FSDP", module=FSDP)

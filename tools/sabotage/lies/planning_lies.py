@@ -53,6 +53,12 @@ def the_search_fills_twice_the_memory(module: Any) -> None:
         search.cluster = cluster
 
 
+@lie("15", "search|fit|memory", module="helpers.planner.search")
+def the_search_leaves_no_room(module: Any) -> None:
+    """The search lets a layout take all of a GPU's memory, and not three quarters."""
+    replace(module.Search, "memory_limit", property(lambda search: search.cluster.memory))
+
+
 @lie("15", "stage|micro-batch", module=MEMORY)
 def the_planner_divides_activations_by_stages(module: Any) -> None:
     """The planner gives each pipeline stage one micro-batch at a time."""
@@ -77,7 +83,7 @@ def the_planner_forgets_the_backwards_gathers(module: Any) -> None:
         return kept
 
 
-@lie("15", "fit|step|left out", module="helpers.planner.step_time")
+@lie("15b", "fit|step|left out", module="helpers.planner.step_time")
 def the_planner_never_waits_for_a_stage(module: Any) -> None:
     """The planner's pipelines have no bubble."""
 
@@ -86,19 +92,19 @@ def the_planner_never_waits_for_a_stage(module: Any) -> None:
         return original(*inputs) | {"waiting for stages": 0}
 
 
-@lie("15", "float8|linear", module="helpers.planner.layout")
+@lie("15b", "float8|linear", module="helpers.planner.layout")
 def attention_multiplies_in_float8(module: Any) -> None:
     """The planner's attention and head multiply in float8, as its linear layers do."""
     replace(module.Layout, "attention_dtype", property(lambda layout: layout.dtype))
 
 
-@lie("15", "power|GPU", module="helpers.planner.cluster")
+@lie("15b", "power|GPU", module="helpers.planner.cluster")
 def a_limit_of_power_costs_nothing(module: Any) -> None:
     """The planner's GPUs reach their peak under any limit of power."""
     replace(module.Cluster, "limited_peak", module.Cluster.peak)
 
 
-@lie("15", "GiB|keeps", module=MEMORY)
+@lie("15b", "GiB|keeps", module=MEMORY)
 def what_is_gathered_once_takes_no_memory(module: Any) -> None:
     """The planner's FSDP gathers once a step, and forgets that parameters and gradients stay."""
 
@@ -110,20 +116,20 @@ def what_is_gathered_once_takes_no_memory(module: Any) -> None:
         return kinds
 
 
-@lie("15", "GiB|keeps|reshard", module="helpers.planner.conventions")
+@lie("15b", "GiB|keeps|reshard", module="helpers.planner.conventions")
 def fsdp_reshards_in_a_pipeline(module: Any) -> None:
     """The planner's FSDP gathers again for each micro-batch of a pipeline, as it does without one."""
     replace(module.Conventions, "gathers_once", lambda conventions, stages: conventions.gather == "once")
 
 
-@lie("15", "factor|bias|interval", module="helpers.planner.cluster")
+@lie("15b", "factor|bias|interval", module="helpers.planner.cluster")
 def an_h100_is_as_good_as_its_data_sheet(module: Any) -> None:
     """On an H100 the planner's programs reach the share of the peak that Megatron-LM reached on A100s."""
     for name in ("h100", "h200"):
         module.PRESETS[name]["reaches"] = 1.0
 
 
-@lie("15", "layers|stages|interval", module="helpers.planner.layout")
+@lie("15b", "layers|stages|interval", module="helpers.planner.layout")
 def layers_that_do_not_divide_are_left_out(module: Any) -> None:
     """The planner's stages have equally many layers, and the rest is in none of them."""
 
@@ -133,7 +139,7 @@ def layers_that_do_not_divide_are_left_out(module: Any) -> None:
         return [smallest] * (layout.pp * layout.interleave)
 
 
-@lie("15", "GiB|every second", module=MEMORY)
+@lie("15b", "GiB|every second", module=MEMORY)
 def sac_keeps_every_product(module: Any) -> None:
     """The planner's checkpointing of operations keeps every matrix product."""
 
