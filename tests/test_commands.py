@@ -102,6 +102,11 @@ WAYS = {
     ),
     "make run CHAPTER=04 NPROC=4": Way(('result .*"world_size": 4',), daily=True),
     "make soak CHAPTER=NN": Way(("2 ranks", "4 ranks"), typed="{} ARGS='--runs 1'", daily=True),
+    "dd if=/dev/zero of=/shared/runs/speed.$(hostname) bs=64M count=160 oflag=direct conv=fsync": Way(  # 16 MB here
+        (r"16777216 bytes.* copied, .*/s",),
+        ("speed",),
+        "dd if=/dev/zero of=speed bs=1M count=16 oflag=direct conv=fsync",
+    ),
     "make scripts": exports(*(f"{path.stem}.py" for path in CHAPTERS)),
     "python -m helpers verify --minutes 8 --out results": Way(  # There is no GPU here.
         ("error: .*GPU.*\n.+",), status=1, never_prints=("Traceback",)
@@ -206,6 +211,8 @@ TESTS = {  # by which other test a line is run
     },
     "srun python -m helpers doctor": f"{SLURM}doctor_under_srun",
     f"cd scripts && sbatch {TRAINER}.sbatch --epochs 50": f"{SLURM}a_job_that_is_stopped_preempted_and_loses_a_node",
+    "scontrol show config | grep -E 'KillWait|PreemptParameters'": f"{SLURM}a_job_that_its_user_signals",
+    "scontrol show partition | grep GraceTime": f"{SLURM}a_job_that_its_user_signals",
     "scontrol show hostnames": f"{SLURM}a_job_that_is_stopped_preempted_and_loses_a_node",
     "sbatch --test-only FILE": f"{SLURM}slurm_reads_the_lines_that_a_reader_may_complete",
     "python -m helpers export 12 --slurm --nodes 2 --gpus-per-node 8 --time 00:10:00 && cd scripts "
@@ -243,6 +250,7 @@ NOT_HERE = {  # why a line cannot be run here
     "dcgmi diag -r 3": "belongs to NVIDIA's DCGM, which tests GPUs",
     """pdsh -w node[1-8] "dmesg -T | grep -E 'NVRM: Xid|Out of memory'\"""": "reads other hosts' kernel messages",
     "sacct -j 4711 --duplicates -X -P --format=JobID,State,Start,End,ElapsedRaw": "the tests' Slurm has no accounting",
+    "mkdir spoiled && mv step_00000080.pt step_00000090.pt spoiled/": "names checkpoints of a job",
     "scontrol update JobId=4711 ExcNodeList=node5": "names a job and a node of a cluster",
     'scontrol update NodeName=node5 State=DRAIN Reason="Xid 48 and 95, GPU 9d:00"': "names a node of a cluster",
     "sbatch --exclude=node5 train.sbatch": "names a node of a cluster",

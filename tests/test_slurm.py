@@ -260,6 +260,21 @@ def test_a_job_that_its_user_ends_does_not_come_back(cluster, submit):
     assert len(job.starts()) == 1
 
 
+@pytest.mark.daily
+def test_a_job_that_its_user_signals_saves_and_comes_back(cluster, submit):
+    """The rehearsal of a time limit that chapter 13b advises, and the settings that chapter 12c asks for."""
+    config = cluster.run("scontrol", "show", "config")
+    assert "KillWait " in config and "PreemptParameters " in config
+    assert "GraceTime=" in cluster.run("scontrol", "show", "partition")
+    job = submit(WAITING.replace("SIGTERM", "SIGUSR1"), "--nodes=1")
+    job.wait_for_training(0)
+    cluster.run("scancel", "--signal=USR1", str(job.number))
+    job.requeue_soon()
+    job.wait_for_training(1)
+    job.cancel()
+    assert len(job.starts()) == 2
+
+
 # --- before a job -----------------------------------------------------------------------------------------------------
 
 

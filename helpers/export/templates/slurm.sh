@@ -60,13 +60,15 @@ note_failure() {
   fi
 }
 
-# Whether the rank that was the first to fail on this node says that another rank was gone.
+# Whether the rank that was the first to fail on this node says that another rank was gone, or did not come: in a hang,
+# the healthy ranks are those that reach a timeout.
 lost_a_peer() {
   local rank errors
   rank=$(grep -o "failed (exitcode: .*local_rank: [0-9]*" "$1/torchrun.log" | tail -n 1 | grep -o "[0-9]*$")
   errors=$(find "$1" -path "*/attempt_*/$rank/stderr.log" -printf "%T@ %p\n" | sort -n | tail -n 1 | cut -d" " -f2-)
-  [ "$errors" ] && tail -n 30 "$errors" |
-    grep -qE "closed by peer|reset by peer|Broken pipe|likely closed|remote process exited"
+  local gone="closed by peer|reset by peer|Broken pipe|likely closed|remote process exited"
+  local late="Watchdog caught|Operation timed out|Timed out waiting"
+  [ "$errors" ] && tail -n 100 "$errors" | grep -qE "$gone|$late"
 }
 
 # After the ranks have ended with this status: start again, or end. A script that was told to stop before its end has

@@ -164,6 +164,12 @@ def by_hand_the_old_file_is_overwritten(text: str) -> str:
     return swap(text, r"part = path.with_suffix(\".part\")", "part = path")
 
 
+@lie("10", "folder|killed|all have written", notebook=True)
+def by_hand_the_folder_does_not_wait_for_all_ranks(text: str) -> str:
+    """The chapter's own folder gets its name as soon as rank 0 has written, though other ranks have not."""
+    return swap(text, "dist.barrier()  # all ranks have written", "pass")
+
+
 @lie("10", "How big|disk|many", notebook=True)
 def no_room_for_the_save_that_runs(text: str) -> str:
     """The disk needs room for the checkpoints that are kept, and for no other."""

@@ -200,6 +200,12 @@ def the_mesh_computes_in_float32(text: str) -> str:
     return swap(text, "getattr(torch, args.dtype)", "torch.float32")
 
 
+@lie("16", "finite|NaN|corrupt", notebook=True)
+def the_capstone_takes_every_step(text: str) -> str:
+    """The capstone's step updates the weights, whether or not the gradient is finite."""
+    return swap(text, "if norm.isfinite():  # the same answer", "if True:  # the same answer")
+
+
 @lie("16", "patience|timeout|wait", notebook=True)
 def only_the_default_group_has_patience(text: str) -> str:
     """`--patience` does not reach the groups of the mesh."""

@@ -144,9 +144,9 @@ def each_start_is_a_run_of_its_own(text: str) -> str:
     return swap(text, "if not (is_resumed and id_file.exists()):", "if True:")
 
 
-@lie("13", "restart|start|snapshot|going on", notebook=True)
+@lie("13", "restart|start|checkpoint|going on", notebook=True)
 def restart_starts_anew(text: str) -> str:
-    """A restarted script finds no snapshot, and trains from step 0."""
+    """A restarted script finds no checkpoint, and trains from step 0."""
     return swap(text, "    return max(found)", "    return found[0]")
 
 
@@ -244,16 +244,38 @@ def nobody_is_told(module: Any) -> None:
         return {name: text.replace('if [ "$ON_CALL" ]', "if false") for name, text in texts.items()}
 
 
+@lie("12c", "hang|timeout|blame", module="helpers.export.launch_files")
+def in_a_hang_the_healthy_nodes_are_to_blame(module: Any) -> None:
+    """The batch file takes a node whose ranks reach a timeout for the cause of a failure."""
+
+    @instead_of(module, "launch_files")
+    def launch_files(original: Any, *inputs: Any, **keywords: Any) -> Any:
+        texts = original(*inputs, **keywords)
+        return {name: text.replace('grep -qE "$gone|$late"', 'grep -qE "$gone"') for name, text in texts.items()}
+
+
+@lie("12c", "overwrite|own|copy|functions", module="helpers.export.chapters")
+def an_export_replaces_your_script(module: Any) -> None:
+    """An export overwrites a script that differs from its own, also without `--force`."""
+    replace(module, "refuse_other_text", nothing)
+
+
 @lie("12", "floor|NVLink|network", notebook=True)
 def one_floor_for_all_links(text: str) -> str:
     """The check of a cluster holds the links inside a node to the network's floor."""
     return swap(text, "if speed < node_floor:", "if speed < network_floor // 2:")
 
 
+@lie("12", "floor|NVLink|NVLS", notebook=True)
+def a_floor_refuses_sound_rings(text: str) -> str:
+    """The floor for links inside a node is 400, so a sound node whose NCCL runs a ring is refused."""
+    return swap(text, r"floors = {\"node_floor\": 300", r"floors = {\"node_floor\": 400")
+
+
 @lie("12", "fail|node|message", notebook=True)
 def a_slow_node_fails_all_nodes(text: str) -> str:
     """When one node is slow inside, the ranks of all broken groups fail, so that no node can be excluded."""
-    return swap(text, "for name in nodes or broken for", "for name in broken for")
+    return swap(text, "to_blame = nodes", "to_blame = broken")
 
 
 @lie("13", "emergency|node|once", notebook=True)
@@ -375,6 +397,19 @@ def nan_is_no_spike(text: str) -> str:
 def the_save_switch_stays(text: str) -> str:
     """Nobody removes the file of the save switch."""
     return swap(text, '(folder / \\"SAVE\\").unlink()', "pass")
+
+
+@lie("13b", "goodput|speed|log", notebook=True)
+def a_line_has_the_seconds_of_all_its_steps(text: str) -> str:
+    """The log for the alert has the seconds of all steps since its last line, and not of one step."""
+    old = "seconds = args.batch_size / values"
+    return swap(text, old, "seconds = args.log_every * args.batch_size / values")
+
+
+@lie("13b", "alert|log|time", notebook=True)
+def the_log_has_no_times(text: str) -> str:
+    """The log that the alert reads has steps and seconds, but no time of day, as the trainer's own lines."""
+    return swap(text, r"print(f\"{now} step {step}", r"print(f\"step {step}")
 
 
 @lie("13b", "goodput|repeated|kept", notebook=True)
