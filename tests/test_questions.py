@@ -57,3 +57,15 @@ def test_the_answer_stands_where_the_link_leads_and_its_proof_below(question):
         cell = cells[cell_id]
         is_compared = cell.outputs and "nbval" not in str(cell.metadata)
         assert "assert " in cell.source or is_compared, f"{cell_id} proves nothing"
+
+
+def test_a_proof_opens_its_cell(visit):
+    """A cell whose check is in a closed box, too: the browser opens the box."""
+    page = visit("book/questions")
+    link = page.locator('a.proof[href$="#proof-eval-means"]').first
+    assert link.inner_text().startswith("proof")
+    link.click()
+    page.wait_for_url("**/03_samplers.html#proof-eval-means")
+    box = page.locator("details:has(> #proof-eval-means)")
+    page.wait_for_function("document.querySelector('details:has(> #proof-eval-means)').open")
+    assert "assert padded == [0.2, 0.2, 4 / 12]" in box.inner_text()

@@ -9,8 +9,9 @@ import base64
 import gzip
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from helpers.export.facts import facts_at
 
 ERRORS = "book/error_messages.txt"
 FIRST_PAGE = "book/intro"
+QUESTIONS = "book/questions"
 # Types of nodes that add no words to an entry's text: its heading, of which the entry has a field, and what is no text.
 NODES_WITHOUT_WORDS = (nodes.title, nodes.term, nodes.raw, nodes.math_block, nodes.Invisible)
 # Types of nodes whose words make one line of the text.
@@ -35,7 +37,7 @@ NAMES = re.compile(
 
 
 class Entry(NamedTuple):
-    """What the search can find: a section or a term. search_engine.js knows these six fields by their positions."""
+    """What the search can find: a section or a term. search_engine.js knows these seven fields by their positions."""
 
     page: str
     anchor: str
@@ -43,6 +45,7 @@ class Entry(NamedTuple):
     text: str
     code: str
     errors: list[str]  # messages that the section cures, which it need not quote
+    questions: list[str]  # what readers ask when they look for this section, in their own words
 
 
 @dataclass
@@ -51,6 +54,14 @@ class Passages:
 
     text: list[str] = field(default_factory=list)
     code: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What sections answer. The keys are addresses of sections, such as ``notebooks/04_ddp#break-it``."""
+
+    errors: Mapping[str, list[str]]  # the messages that a section explains
+    questions: Mapping[str, list[str]]  # what readers ask, in their own words
 
 
 # --- what a page says -------------------------------------------------------------------------------------------------
@@ -150,7 +161,7 @@ def collect(node: nodes.Element, scripts: Path, passages: Passages) -> None:
 
 
 def entries(
-    node: nodes.Element, page: str, scripts: Path, errors: Mapping[str, list[str]], headings_above: Sequence[str] = ()
+    node: nodes.Element, page: str, scripts: Path, answers: Answers, headings_above: Sequence[str] = ()
 ) -> Iterator[Entry]:
     """Yield an Entry of the search for each section, term of the glossary and cited work that is inside ``node``.
 
@@ -162,21 +173,19 @@ def entries(
             continue
         headings = headings_above
         if has_own_entry(child):
-            entry = entry_of(child, page, scripts, errors, headings_above)
+            entry = entry_of(child, page, scripts, answers, headings_above)
             yield entry
             headings = entry.headings
         # A section or any other node may contain further sections.
-        yield from entries(child, page, scripts, errors, headings)
+        yield from entries(child, page, scripts, answers, headings)
 
 
-def entry_of(
-    node: nodes.Element, page: str, scripts: Path, errors: Mapping[str, list[str]], headings_above: Sequence[str]
-) -> Entry:
+def entry_of(node: nodes.Element, page: str, scripts: Path, answers: Answers, headings_above: Sequence[str]) -> Entry:
     """The Entry of a section, a term of the glossary or a cited work, without the sections and terms inside it.
 
     ``page`` is the name of its page, such as ``notebooks/04_ddp``, and ``headings_above`` are the headings around it.
-    ``scripts`` is the folder of the chapters' scripts, whose code is not searched. ``errors`` are the error messages
-    that a section explains: {"page#anchor": messages}.
+    ``scripts`` is the folder of the chapters' scripts, whose code is not searched. ``answers`` says what a section
+    answers that it need not quote.
     """
     heading = node[0]  # the title of a section, or a term
     heading_text = "".join(words_of(part) for part in heading.children).strip()
@@ -192,7 +201,8 @@ def entry_of(
         headings=[*headings_above, heading_text],
         text=joined(passages.text),
         code=joined(passages.code),
-        errors=errors.get(f"{page}#{anchor}", []),
+        errors=answers.errors.get(f"{page}#{anchor}", []),
+        questions=answers.questions.get(f"{page}#{anchor}", []),
     )
 
 
@@ -225,6 +235,21 @@ def read_errors(file: Path) -> dict[str, list[str]]:
     return errors
 
 
+def questions_of(page_of_questions: nodes.document) -> dict[str, list[str]]:
+    """The questions to which each section of the book is the answer: ``{"page#anchor": ["question", …], …}``.
+
+    On the page of questions, each row of a table has a question, and an answer with a link to its section. The page
+    is in the folder ``book``, so its links begin with ``../``.
+    """
+    questions: defaultdict[str, list[str]] = defaultdict(list)
+    for row in page_of_questions.findall(nodes.row):
+        question, answer, *_ = row.children
+        for link in answer.findall(nodes.reference):
+            page, _, anchor = link.get("refuri", "").removeprefix("../").partition(".html#")
+            questions[f"{page}#{anchor}"].append(question.astext())
+    return questions
+
+
 # --- Sphinx -----------------------------------------------------------------------------------------------------------
 
 
@@ -249,12 +274,15 @@ def write_search(app: Sphinx) -> list[tuple[str, dict[str, str], str]]:
     template). Raises ExtensionError if the list of error messages names a section that does not exist.
     """
     scripts = Path(app.srcdir, "scripts")
-    errors = read_errors(Path(app.srcdir, ERRORS))
+    answers = Answers(errors=read_errors(Path(app.srcdir, ERRORS)), questions={})
+    if QUESTIONS in app.env.found_docs:
+        questions = questions_of(app.env.get_and_resolve_doctree(QUESTIONS, app.builder))
+        answers = replace(answers, questions=questions)
     entries_of_book: list[Entry] = []
     weights = {}  # {page: the factor of its scores}, of pages that have one
     for page in sorted(app.env.found_docs):
         tree = app.env.get_and_resolve_doctree(page, app.builder)  # the page as nodes, whether it has changed or not
-        entries_of_book += entries(tree, page, scripts, errors)
+        entries_of_book += entries(tree, page, scripts, answers)
         weight = search_weight(app, page)
         if weight != 1:
             weights[page] = weight
@@ -262,7 +290,7 @@ def write_search(app: Sphinx) -> list[tuple[str, dict[str, str], str]]:
     # Tests build smaller books, which lack most of the sections that the list of error messages names.
     is_whole_book = app.config.root_doc == FIRST_PAGE
     if is_whole_book:
-        check_sections(errors, entries_of_book)
+        check_sections(answers.errors, entries_of_book)
     file = Path(app.outdir, "_static", "search_entries.js")
     file.write_text(script_with(entries_of_book, weights), encoding="utf-8")
     return [("search", {"title": "Search"}, "search.html")]

@@ -2,14 +2,67 @@
 
 var bookSearch = (() => {
   const COMMON = new Set(
-    ("a about an and are as at be been but by can could did do does for from get had has have how i if in into is it " +
-      "its may me my no not of on or our should so some than that the their them then there these they this to use " +
-      "used using was we were what when where which who why will with would you your").split(" "),
+    ("a about also an and any are as at be been being bug but by can cannot correctly could d did do does " +
+      "doesn don during each every example feature for from get gets getting give given good had has have help " +
+      "here how i if implement in into is isn issue it its ll m many may me most multi multipl multiple my " +
+      "necessary need needs no not now of on or our please possible problem properly question re really right " +
+      "s several should simple so some still support supported t than that the their them then there these " +
+      "they thing this to try trying understand until us use used using ve very via want was way we were what " +
+      "when where which while who why will with work working works would you your").split(" "),
   );
-  const SAME = new Map([
-    ...["deadlock", "deadlocks", "freeze", "freezes", "frozen", "stall", "stalls", "stuck"].map((word) => [word, "hang"]),
-    ...Object.entries({ async: "asynchronous", bf16: "bfloat16", fp16: "float16", fp32: "float32", oom: "memory" }),
-  ]);
+  // Words for the same thing. The first of a line stands for all of them.
+  const SAME = new Map(
+    [
+      "hang deadlock deadlocks freeze freezes stall stalls stuck",
+      "evaluation eval val validate validated validates validating validation",
+      "preemption spot sigterm",
+      "synchronize sync synced",
+      "initialize init",
+      "profile profiler profilers profiled",
+      "trace tracing",
+      "log logger logged logging",
+      "average averaged averaging averages mean means",
+      "parallel parallelize parallelized",
+      "kill terminate terminated terminates",
+      "uneven unequal imbalanced unbalanced",
+      "checkpoint ckpt ckpts",
+      "gradient grad grads",
+      "node host hosts machine machines computer multinode",
+      "gpu multigpu",
+      "memory ram",
+      "slow slower",
+      "fast faster",
+      "loader dataloader dataloaders",
+      "1 one single",
+      "2 two both",
+      "4 four",
+      "8 eight",
+      "asynchronous async",
+      "bfloat16 bf16",
+      "float16 fp16",
+      "float32 fp32",
+    ].flatMap((line) => {
+      const [first, ...others] = line.split(" ");
+      return others.map((word) => [word, first]);
+    }),
+  );
+  // What is written out in one place is abbreviated in another: a text that has either is found by both.
+  const ABBREVIATIONS = [
+    [/\bdistributed ?data ?parallel(?:ism)?\b/gi, "ddp"],
+    [/\bfully ?sharded ?data ?parallel(?:ism)?\b|\bfully_shard\b/gi, "fsdp"],
+    [/\bdata ?parallel\b/gi, "dp"],
+    [/\bsync(?:hronized)? ?batch ?norm(?:alization)?\b/gi, "syncbn"],
+    [/\btensor[- ]parallel(?:ism)?\b/gi, "tp"],
+    [/\bpipeline[- ]parallel(?:ism)?\b/gi, "pp"],
+    [/\bcontext[- ]parallel(?:ism)?\b/gi, "cp"],
+    [/\bexpert[- ]parallel(?:ism)?\b/gi, "ep"],
+    [/\bmixture of experts/gi, "moe"],
+    [/\bmixed precision/gi, "amp"],
+    [/\blearning rate/gi, "lr"],
+    [/\bout of memory|memory runs out|runs out of \w*memory/gi, "oom"],
+    [/\btim(?:e|es|ed|ing) out\b/gi, "timeout"],
+    [/\b(?:gradient|activation) checkpointing|\brecomput\w+/gi, "activation checkpointing"],
+  ];
   const COMPARING = new Set("vs versus compar differenc difference between".split(" "));
   const NAME = /[\p{L}\p{N}]+(?:[_-][\p{L}\p{N}]+)*/gu;
   const PART = /\p{Lu}+(?!\p{Ll})\p{N}*|\p{Lu}?[\p{Ll}\p{N}]+|[\p{L}\p{N}]+/gu;
@@ -19,6 +72,8 @@ var bookSearch = (() => {
     if (word.length < 4 || /[^a-z]/.test(word)) return word;
     return word
       .replace(/([^su])s$/, "$1")
+      .replace(/ism$/, "")
+      .replace(/i[sz](?:e|ed|ing|ation)$/, "iz")
       .replace(/(?<=[a-z]{3})(?:ing|ed|ion)$/, "")
       .replace(/([bdgmnprt])\1$/, "$1")
       .replace(/(?<=[a-z]{3})e$/, "")
@@ -27,20 +82,27 @@ var bookSearch = (() => {
 
   // The terms of a text: the parts of each name, and the name as one word. So all-reduce, all_reduce and allreduce are
   // the same, and DistributedSampler is found by "distributed sampler". LoRA and ZeRO are one word each: "lo" is another.
-  function terms(text) {
-    return (text.match(NAME) ?? []).flatMap((name) => {
-      let parts = name.match(PART);
-      if (parts.length > 1) {
-        const whole = parts.join("");
-        if (!/[_-]/.test(name)) parts = parts.filter((part) => part.length > 2);
-        parts.push(whole);
-      }
-      return parts.map((part) => part.toLowerCase()).map((word) => stem(SAME.get(word) ?? word));
-    });
+  function termsOfName(name) {
+    let parts = name.match(PART);
+    if (parts.length > 1) {
+      const whole = parts.join("");
+      if (!/[_-]/.test(name)) parts = parts.filter((part) => part.length > 2);
+      parts.push(whole);
+    }
+    const version = name.match(/^(\p{L}{3,})[12]$/u); // FSDP2 is also an FSDP
+    if (version) parts.push(version[1]);
+    return parts.map((part) => part.toLowerCase()).map((word) => stem(SAME.get(word) ?? word));
   }
 
-  // A text without all that differs between two prints of the same error: case, spaces, punctuation.
-  const plain = (text) => (text.toLowerCase().match(/[\p{L}\p{N}]+/gu) ?? []).join(" ");
+  const termsOfWords = (text) => (text.match(NAME) ?? []).flatMap(termsOfName);
+
+  function terms(text) {
+    const abbreviations = ABBREVIATIONS.flatMap(([long, short]) => (text.match(long) ?? []).map(() => short));
+    return [...termsOfWords(text), ...abbreviations.flatMap(termsOfName)];
+  }
+
+  // A text without all that differs between two prints of the same error: case, spaces, punctuation, numbers.
+  const plain = (text) => (text.toLowerCase().match(/[\p{L}_][\p{L}\p{N}_]*/gu) ?? []).join(" ");
   const isNumber = (term) => /^\d+$/.test(term);
 
   // [text, whether it is a hit] of each stretch of a text.
@@ -48,7 +110,7 @@ var bookSearch = (() => {
     const stretches = [];
     let end = 0;
     for (const { 0: name, index } of text.matchAll(NAME)) {
-      if (!terms(name).some((term) => hits.has(term))) continue;
+      if (!termsOfName(name).some((term) => hits.has(term))) continue;
       stretches.push([text.slice(end, index), false], [name, true]);
       end = index + name.length;
     }
@@ -73,12 +135,17 @@ var bookSearch = (() => {
 
   // A number that says how much a page's sections are worth. A list repeats what a chapter says better.
   const PAGE_WEIGHTS = {
+    "book/bench": 0.6,
+    "book/changelog": 0.4,
     "book/questions": 0.2,
     "book/references": 0.5,
     "book/sabotage": 0.4,
   };
   const GLOSSARY = "book/glossary";
   const GUIDE = "notebooks/decision_guide";
+  const VARIABLES = "notebooks/environment_variables";
+
+  const DEFINITION = /^\s*(?:what(?:'?s|\s+(?:is|are|does))|define|definition of|meaning of)\s+(?:(?:an?|the)\s+)?(.+?)(?:\s+(?:means?|stands? for).*)?[?\s]*$/i;
 
   // What somebody asks for.
   function understand(query) {
@@ -87,37 +154,58 @@ var bookSearch = (() => {
     const telling = all.filter((term) => !COMMON.has(term) && !(isComparison && COMPARING.has(term)));
     return {
       terms: telling.length ? telling : all,
-      lastTerm: all.at(-1), // somebody may still be typing it
+      lastTerm: termsOfWords(query).at(-1), // somebody may still be typing it
+      pairs: pairsOf(query),
       text: ` ${plain(query)} `,
       isComparison,
-      isDefinition: /^\s*what('s| is| are)\b/i.test(query),
+      defined: query.match(DEFINITION)?.[1], // the word whose meaning is asked for
+      hasVariable: /\b[A-Z]+_[A-Z_\d]+\b/.test(query),
       isLong: telling.length > 3,
       isPastedError: telling.filter((term) => !isNumber(term)).length > 6,
     };
   }
+
+  // The words of a text that tell something, two neighbours each: "gradient accumul".
+  function pairsOf(text) {
+    const telling = termsOfWords(text).filter((term) => !COMMON.has(term));
+    return telling.slice(1).map((term, place) => `${telling[place]} ${term}`);
+  }
+
+  // The names of a chapter: the words of its title, and of its file, such as ddp.
+  const NO_NAMES = new Set("in practice real projects full first run".split(" ").map(stem));
+  const namesOf = (page, heading) =>
+    new Set(terms(`${page.split("/").at(-1)} ${heading}`.replaceAll("_", " ")).filter((term) => !NO_NAMES.has(term)));
 
   // The index is built here: that takes less time than it would to load it. `weights` has those of pages whose scores
   // are multiplied by another number than 1.
   function build(entries, weights = {}) {
     const sectionsWith = new Map(); // in how many sections a term stands
     const sectionsNamed = new Map(); // how many sections have a heading
-    const cures = []; // {error: a plain message, id: of the section that says what to do}
+    const cures = []; // {parts: of a plain message, id: of the section that says what to do}
     const index = new MiniSearch({
-      fields: ["heading", "above", "text", "code"],
+      fields: ["heading", "asked", "above", "text", "code"],
       tokenize: terms,
       processTerm: (term) => term,
     });
     index.addAll(
-      entries.map(([page, anchor, headings, text, code, errors], id) => {
+      entries.map(([page, anchor, headings, text, code, errors, questions], id) => {
         const heading = headings.at(-1);
         const above = headings.slice(0, -1).join(" ");
+        const asked = (questions ?? []).join("\n");
         sectionsNamed.set(heading, (sectionsNamed.get(heading) ?? 0) + 1);
-        for (const error of errors ?? []) cures.push({ error: plain(error), id });
-        for (const term of new Set(terms([heading, above, text, code].join(" "))))
+        for (const error of errors ?? []) cures.push({ parts: error.split("…").map(plain), id });
+        for (const term of new Set(terms([heading, asked, above, text, code].join(" "))))
           sectionsWith.set(term, (sectionsWith.get(term) ?? 0) + 1);
-        return { id, heading, above, text, code };
+        return { id, heading, asked, above, text, code };
       }),
     );
+    const rarity = (term) => Math.log(1 + entries.length / (sectionsWith.get(term) ?? 1));
+    const sumOf = (terms) => terms.reduce((sum, term) => sum + (isNumber(term) ? 0.3 : 1) * rarity(term), 0);
+    // The telling terms of a section's heading, and of each question that it answers.
+    const titles = entries.map(([, , headings, , , , questions]) =>
+      [headings.at(-1), ...(questions ?? [])].map((text) => [...new Set(terms(text))].filter((term) => !COMMON.has(term))),
+    );
+    const pairs = new Map(); // {id: the pairs of a section}, of sections that were once found
 
     // The one of these sentences that has most of the hits, rare ones above all; none if they have no hit.
     function bestOf(sentences, hits) {
@@ -126,7 +214,7 @@ var bookSearch = (() => {
       for (const sentence of sentences) {
         let score = 0;
         for (const term of new Set(terms(sentence)))
-          if (hits.has(term)) score += Math.log(1 + entries.length / sectionsWith.get(term));
+          if (hits.has(term)) score += rarity(term);
         if (score > bestScore) [best, bestScore] = [sentence, score];
       }
       return best;
@@ -144,45 +232,111 @@ var bookSearch = (() => {
       return lines[0] && inCode(lines[0], new Set(terms(lines[0])));
     }
 
-    // The ids of the sections that cure an error. The query holds its message, or is a part of it.
+    // {id: how long the message is} of the sections that cure an error. The query holds it, or is a part of it.
     function cured(asked) {
-      const found = cures.filter(
-        ({ error }) => asked.text.includes(` ${error} `) || (asked.isLong && ` ${error} `.includes(asked.text)),
-      );
-      return new Set(found.map(({ id }) => id));
+      const found = new Map();
+      for (const { parts, id } of cures) {
+        const isHeld = parts.every((part) => asked.text.includes(` ${part} `));
+        const isPart = asked.isLong && parts.some((part) => ` ${part} `.includes(asked.text));
+        if (isHeld || isPart) found.set(id, Math.max(found.get(id) ?? 0, parts.join(" ").length));
+      }
+      return found;
     }
 
     function weightOf([page, , headings], asked) {
       const heading = headings.at(-1);
       let weight = PAGE_WEIGHTS[page] ?? weights[page] ?? 1;
-      if (page === GLOSSARY) weight = asked.isDefinition ? 1.5 : 0.6;
-      if (asked.isComparison && page === GUIDE && heading.startsWith("Which")) weight *= 5;
+      if (/\/\d+[a-z]_/.test(page)) weight *= 0.9; // a practice page comes after its chapter
+      if (page === GLOSSARY) weight = asked.defined ? 1.5 : asked.terms.length > 2 ? 0.4 : 0.6;
+      if (page === VARIABLES && asked.hasVariable) weight = 1;
+      if (asked.isComparison && page === GUIDE && heading.startsWith("Which")) weight *= 16;
       if (sectionsNamed.get(heading) > 3) weight *= 0.4; // a heading that many chapters have says little
       return weight;
     }
 
+    // Whether an entry of the glossary says what the word means that somebody asks about. It may have two names,
+    // such as MFU (model FLOPs utilisation).
+    function isMeaning([page, , headings], asked) {
+      if (page !== GLOSSARY || !asked.defined) return false;
+      const meant = plain(asked.defined);
+      return [headings.at(-1), ...headings.at(-1).split(/[()]/)].some((name) => sameTerms(name, meant));
+    }
+
+    function sameTerms(one, other) {
+      const [these, those] = [termsOfWords(one), termsOfWords(other)];
+      return these.length > 0 && these.join(" ") === those.join(" ");
+    }
+
+    function pairsOfEntry(id) {
+      if (!pairs.has(id)) {
+        const [, , headings, text, , , questions] = entries[id];
+        pairs.set(id, new Set([headings.at(-1), ...(questions ?? []), ...text.split("\n")].flatMap(pairsOf)));
+      }
+      return pairs.get(id);
+    }
+
+    // How much of a text was asked for, and how much of what was asked for is in the text: from 0 to 1.
+    function likeness(ofText, asked) {
+      const shared = sumOf(ofText.filter((term) => asked.terms.includes(term)));
+      return (2 * shared) / (sumOf(ofText) + sumOf(asked.terms) || 1);
+    }
+
+    // By how much a section is better than its words alone say: 1 if it is not.
+    function fit(id, asked) {
+      const [page, , headings] = entries[id];
+      let factor = 1;
+      // Its heading, or a question that it answers, is much like the query.
+      factor += 2.5 * Math.max(...titles[id].map((ofText) => likeness(ofText, asked)));
+      // Neighbours in the query are neighbours in the section.
+      if (asked.pairs.length) {
+        const found = pairsOfEntry(id);
+        factor += (0.8 * asked.pairs.filter((pair) => found.has(pair)).length) / asked.pairs.length;
+      }
+      // It is a chapter, and its name was typed.
+      if (headings.length === 1 && page.startsWith("notebooks/")) {
+        const names = namesOf(page, headings[0]);
+        if (asked.terms.every((term) => names.has(term))) factor += 2;
+      }
+      return factor;
+    }
+
     // The sections for a query, best first. What a chapter says comes before what a list says. Each word that a section
-    // has counts, and none must be there. A word that the book lacks may be misspelt, and the last one unfinished.
-    // Numbers decide little, and in a long query, which is a pasted error, next to nothing. An error message leads to the
-    // section that cures it, and a comparison to the decision guide.
+    // has counts, the more the fewer sections have it, and none must be there. A word that the book lacks may be
+    // misspelt, and the last one unfinished. Numbers decide little, and in a long query, which is a pasted error, next to
+    // nothing. An error message leads to the section that cures it, a word to its meaning, and a comparison to the
+    // decision guide.
     function find(query, limit = 20) {
       const asked = understand(query);
       const weightOfNumbers = asked.isPastedError ? 0.01 : 0.3;
+      const known = asked.terms.filter((term) => sectionsWith.has(term));
+      const isPartOf = (term) => (other) => other !== term && term.startsWith(other);
+      // all_reduced is three terms. If the book lacks the whole, its parts are enough.
+      asked.terms = asked.terms.filter((term) => sectionsWith.has(term) || !known.some(isPartOf(term)));
       const scored = index.search(query, {
         tokenize: () => asked.terms,
-        boost: { heading: 2.5, code: 0.7 },
+        boost: { heading: 2.5, asked: 2.5, code: 0.4 },
         boostDocument: (id) => weightOf(entries[id], asked),
-        boostTerm: (term) => (isNumber(term) ? weightOfNumbers : 1),
+        boostTerm: (term) => (isNumber(term) ? weightOfNumbers : 1) * Math.sqrt(rarity(term)),
         fuzzy: (term) => (sectionsWith.has(term) || term.length < 4 || /\d/.test(term) ? false : 0.25),
         prefix: (term) => term === asked.lastTerm && term.length > 2,
       });
       const cures = cured(asked);
+      const total = sumOf(asked.terms) || 1;
       const results = scored.map(({ id, score, terms: hits, queryTerms }) => {
-        // MiniSearch multiplies by the number of words that were found; numbers are not to count as words.
-        const words = queryTerms.filter((term) => !isNumber(term)).length || 0.5;
-        return { id, hits: new Set(hits), isCure: cures.has(id), score: (score * words) / queryTerms.length };
+        // MiniSearch multiplies by the number of words that were found. Rare words are to count more than others.
+        const share = sumOf(queryTerms) / total;
+        const isFirst = isMeaning(entries[id], asked) ? 1 : 0;
+        return {
+          id,
+          hits: new Set(hits),
+          first: cures.get(id) ?? isFirst,
+          score: (score / queryTerms.length) * share * fit(id, asked),
+        };
       });
-      results.sort((one, other) => other.isCure - one.isCure || other.score - one.score);
+      // A message that a section cures may have no word of the section.
+      for (const [id, length] of cures)
+        if (!results.some((result) => result.id === id)) results.push({ id, hits: new Set(), first: length, score: 0 });
+      results.sort((one, other) => other.first - one.first || other.score - one.score);
       return results.slice(0, limit).map(({ id, hits }) => {
         const [page, anchor, headings] = entries[id];
         const sentence = shortened(excerpt(entries[id], hits), hits);

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "book" / "questions.md"
 SEARCHES = ROOT / "tests" / "search_questions.txt"
 LINK = r"\[[^\]]+\]\(\.\./(?P<page>[\w/]+)\.ipynb#(?P<anchor>[^)]+)\)"
-ROW = re.compile(rf"\| (?P<text>.+?) \| {LINK} \| (?P<proof>.+) \|")
+ROW = re.compile(rf"\| (?P<text>.+?) \| (?P<answer>.+[.:]) {LINK} \| (?P<proof>.+) \|")
 LINK_OR_CITATION = re.compile(r"\[.*?\]\(.*?\)|\{cite\}`.*?`")
 CELL = re.compile(r"`([^`]+)`")
 
@@ -21,6 +21,7 @@ class Question:
     """A question, and where its answer stands: ``page`` without its suffix, the heading's ``anchor``."""
 
     text: str
+    answer: str  # in a sentence
     page: str
     anchor: str
     cells: list[str]  # ids of the cells below the heading that prove the answer
@@ -32,7 +33,7 @@ def read_question(line):
     references = LINK_OR_CITATION.findall(row["proof"])
     sources = [reference for reference in references if "](http" in reference or reference.startswith("{cite}")]
     cells = CELL.findall(LINK_OR_CITATION.sub("", row["proof"]))
-    return Question(row["text"], row["page"], row["anchor"], cells, sources)
+    return Question(row["text"], row["answer"], row["page"], row["anchor"], cells, sources)
 
 
 QUESTIONS = [read_question(line) for line in PAGE.read_text(encoding="utf-8").splitlines() if ".ipynb#" in line]
