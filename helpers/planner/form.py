@@ -66,7 +66,7 @@ GROUPS: dict[str, tuple[Input, ...]] = {
         Input("shard", "HSDP shard (0: all)", "0", smallest=0),
         Input("interleave", "parts on a stage", "1"),
         Input("sequence_parallel", "sequence parallel", "false", ("false", "true")),
-        Input("recompute", "recompute", "none", choices_of("recompute")),
+        Input("recompute", "recompute", "sac", choices_of("recompute")),
     ),
 }
 INPUTS = {entry.name: entry for group in GROUPS.values() for entry in group}
