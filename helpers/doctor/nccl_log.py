@@ -9,10 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from helpers.export.chapters import find_notebook
-from helpers.export.notebook import read_notebook
-from helpers.source import Statement, split
-
 PAGE = "14b"
 READERS = ("who_lags", "transports", "advice")  # each takes the text of a log, and raises ValueError if it reads none
 
@@ -72,6 +68,11 @@ def functions_of(page: str, names: tuple[str, ...]) -> dict[str, Any]:
 
     Only the definitions, constants and imports that these functions use are executed. page: a number such as 10b.
     """
+    # The package export needs nbformat, which a cluster's environment for the doctor may lack.
+    from helpers.export.chapters import find_notebook
+    from helpers.export.notebook import read_notebook
+    from helpers.source import Statement, split
+
     statements: list[Statement] = []
     for cell in read_notebook(find_notebook(page)).cells:
         if cell.cell_type == "code":

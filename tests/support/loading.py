@@ -25,6 +25,8 @@ class Device:
         """So this object is also the module ``time`` of a script."""
         return self.now
 
+    monotonic = perf_counter
+
     def step(self):
         self.queue += 1
 
@@ -35,6 +37,10 @@ class Device:
         return 1.0
 
     item = synchronize = wait
+
+    def isfinite(self):
+        """The host asks for it, so it waits."""
+        return self.wait() == 1.0
 
     def hour(self, *arguments):
         """The host is busy for an hour."""

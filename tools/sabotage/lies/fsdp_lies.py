@@ -375,7 +375,8 @@ def gloo_divides_without_being_forced(text: str) -> str:
 @lie("06b", "address|storage", module=FSDP)
 def gathered_weights_move(module: Any) -> None:
     """`set_keep_unsharded_storage` changes nothing."""
-    replace(module.FSDPModule, "set_keep_unsharded_storage", nothing)
+    if hasattr(module.FSDPModule, "set_keep_unsharded_storage"):  # since PyTorch 2.15
+        replace(module.FSDPModule, "set_keep_unsharded_storage", nothing)
 
 
 @lie("06b", "reduced|handle|wait", module=FSDP)
@@ -386,4 +387,5 @@ def backward_ends_without_its_sums(module: Any) -> None:
         def wait(self) -> None:
             pass
 
-    replace(module.FSDPModule, "finalize_backward", lambda *_, **__: Handle())
+    if hasattr(module.FSDPModule, "finalize_backward"):  # since PyTorch 2.15
+        replace(module.FSDPModule, "finalize_backward", lambda *_, **__: Handle())
