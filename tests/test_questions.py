@@ -59,13 +59,18 @@ def test_the_answer_stands_where_the_link_leads_and_its_proof_below(question):
         assert "assert " in cell.source or is_compared, f"{cell_id} proves nothing"
 
 
-def test_a_proof_opens_its_cell(visit):
-    """A cell whose check is in a closed box, too: the browser opens the box."""
-    page = visit("book/questions")
-    link = page.locator('a.proof[href$="#proof-eval-means"]').first
-    assert link.inner_text().startswith("proof")
-    link.click()
-    page.wait_for_url("**/03_samplers.html#proof-eval-means")
-    box = page.locator("details:has(> #proof-eval-means)")
-    page.wait_for_function("document.querySelector('details:has(> #proof-eval-means)').open")
-    assert "assert padded == [0.2, 0.2, 4 / 12]" in box.inner_text()
+def test_a_proof_opens_its_cell(visit, book_url):
+    """Of a cell whose checks are in a closed box, the browser opens the box."""
+    links = visit("book/questions").locator("a.proof")
+    assert links.count() == sum(len(question.cells) for question in QUESTIONS)
+    addresses = links.evaluate_all("links => links.map(link => link.href)")
+    first_proved = next(question for question in QUESTIONS if question.cells)
+    page = visit(first_proved.page)
+    anchor = page.locator("details [id^=proof-]").first.get_attribute("id")
+    address = f"{book_url}/{first_proved.page}.html#{anchor}"
+    assert address in addresses
+    box = page.locator(f"details:has(#{anchor})")
+    assert box.get_attribute("open") is None
+    page.goto(address)
+    page.wait_for_function("id => document.getElementById(id).closest('details').open", arg=anchor)
+    assert "assert " in box.inner_text()

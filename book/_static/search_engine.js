@@ -286,7 +286,7 @@ var bookSearch = (() => {
       const [page, , headings] = entries[id];
       let factor = 1;
       // Its heading, or a question that it answers, is much like the query.
-      factor += 2.5 * Math.max(...titles[id].map((ofText) => likeness(ofText, asked)));
+      factor += 1.5 * Math.max(...titles[id].map((ofText) => likeness(ofText, asked)));
       // Neighbours in the query are neighbours in the section.
       if (asked.pairs.length) {
         const found = pairsOfEntry(id);
@@ -324,7 +324,7 @@ var bookSearch = (() => {
       const total = sumOf(asked.terms) || 1;
       const results = scored.map(({ id, score, terms: hits, queryTerms }) => {
         // MiniSearch multiplies by the number of words that were found. Rare words are to count more than others.
-        const share = sumOf(queryTerms) / total;
+        const share = (sumOf(queryTerms) / total) ** 1.5;
         const isFirst = isMeaning(entries[id], asked) ? 1 : 0;
         return {
           id,
