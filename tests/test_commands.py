@@ -145,6 +145,7 @@ WAYS = {
     "mkdir -p runs/a": Way(writes=("runs/a",)),
     "ip -br addr": Way(("lo .*127.0.0.1",)),
     "torchrun --nproc-per-node=gpu train.py": Way(('"world_size": 2',)),
+    "torchrun --nproc-per-node=2 train.py": Way(('"world_size": 2',)),
     "TORCH_DISTRIBUTED_DEBUG=DETAIL torchrun ...": Way(('"world_size": 2',), daily=True),
     "TORCH_CPP_LOG_LEVEL=INFO NCCL_DEBUG=INFO torchrun ...": Way((r"\[I.*TCPStore", '"world_size": 2'), daily=True),
     "PYTHONWARNINGS=error::FutureWarning torchrun --nproc-per-node=2 train.py": Way(
@@ -213,6 +214,7 @@ TESTS = {  # by which other test a line is run
     f"cd scripts && sbatch {TRAINER}.sbatch --epochs 50": f"{SLURM}a_job_that_is_stopped_preempted_and_loses_a_node",
     "scontrol show config | grep -E 'KillWait|PreemptParameters'": f"{SLURM}a_job_that_its_user_signals",
     "scontrol show partition | grep GraceTime": f"{SLURM}a_job_that_its_user_signals",
+    "scontrol requeue": f"{SLURM}the_node_of_the_root_cause_is_excluded_when_it_has_failed_twice",
     "scontrol show hostnames": f"{SLURM}a_job_that_is_stopped_preempted_and_loses_a_node",
     "sbatch --test-only FILE": f"{SLURM}slurm_reads_the_lines_that_a_reader_may_complete",
     "python -m helpers export 12 --slurm --nodes 2 --gpus-per-node 8 --time 00:10:00 && cd scripts "
