@@ -62,27 +62,35 @@ def box_title(tags: Sequence[str], source: str, hides_output: bool, has_figure: 
     return title_of_code(source)
 
 
-def title_of_code(source: str) -> str:
-    """What a source has: the names of its functions and classes (``Code: train, evaluate``), or else checks or not."""
+def title_of_definitions(source: str) -> str | None:
+    """The names of the functions and classes in a source: ``Code: train, evaluate``. None if it defines nothing."""
     # The end of a cell may begin inside a class, with indented methods.
     names = re.findall(r"^(?:class|def) (\w+)", textwrap.dedent(source), flags=re.M)
-    if names:
-        shown = names[:MAX_NAMES]
-        if len(names) > MAX_NAMES:
-            shown.append("…")
-        return f"Code: {', '.join(shown)}"
+    if not names:
+        return None
+    shown = names[:MAX_NAMES]
+    if len(names) > MAX_NAMES:
+        shown.append("…")
+    return f"Code: {', '.join(shown)}"
+
+
+def title_of_code(source: str) -> str:
+    """What a source has: definitions, or else checks or not. It may begin with a magic, such as ``%%ranks``."""
+    title = title_of_definitions(source)
+    if title is not None:
+        return title
     if re.search(r"^ *assert\b", source, flags=re.M):
         return CHECKED
     return "Code"
 
 
 def title_of_end(source: str) -> str:
-    """What the end of a cell is, of which the page shows the beginning: its checks, or a rest that is too long."""
-    title = title_of_code(source)
-    if title == CHECKED and contains_assert(ast.parse(source).body[0]):
-        return CHECKED
-    if title.startswith("Code:"):
+    """What the end of a cell has, whose beginning is shown: definitions, or else checks, or a rest that is too long."""
+    title = title_of_definitions(source)
+    if title is not None:
         return title
+    if contains_assert(ast.parse(source).body[0]):
+        return CHECKED
     return REST
 
 
