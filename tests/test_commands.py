@@ -51,6 +51,7 @@ FIRST, GROUPS, DDP, FSDP, TRAINER, CAPSTONE = (
     find_notebook(number).stem for number in ("00", "01", "04", "06", "11", "16")
 )
 PREFLIGHT = preflight()
+BATCH_FILE = f"../notebooks/{find_notebook('12c').name}"  # the page about it
 # With this line a chapter begins to say how its script is started.
 ENTER = "source .venv/bin/activate && python -m helpers export {} && cd scripts"
 NEXT = f"{len(CHAPTERS):02}"
@@ -216,8 +217,8 @@ TESTS = {  # by which other test a line is run
     "srun python -m helpers doctor": f"{SLURM}doctor_under_srun",
     f"cd scripts && sbatch {TRAINER}.sbatch --epochs 50": f"{SLURM}a_job_that_is_stopped_preempted_and_loses_a_node",
     f"cd jobs && sbatch {TRAINER}.sbatch --epochs 50": f"{SLURM}a_job_that_is_stopped_preempted_and_loses_a_node",
-    "python -m helpers export 12 --out jobs": r"../notebooks/12c_slurm.ipynb::\"export\", \"12\", \"--out\", \"jobs\"",
-    f"cp {TRAINER}.py jobs": "../notebooks/12c_slurm.ipynb::shutil.copy(mine, scratch /",
+    "python -m helpers export 12 --out jobs": rf"{BATCH_FILE}::\"export\", \"12\", \"--out\", \"jobs\"",
+    f"cp {TRAINER}.py jobs": f"{BATCH_FILE}::shutil.copy(mine, scratch /",
     "scontrol show config | grep -E 'KillWait|PreemptParameters'": f"{SLURM}a_job_that_its_user_signals",
     "scontrol show partition | grep GraceTime": f"{SLURM}a_job_that_its_user_signals",
     "scontrol requeue": f"{SLURM}the_node_of_the_root_cause_is_excluded_when_it_has_failed_twice",

@@ -70,7 +70,7 @@ def the_planner_divides_activations_by_stages(module: Any) -> None:
         return 1
 
 
-@lie("15", "collective|message|count", module="helpers.planner.communication")
+@lie("15", "collective|message|count|tokens", module="helpers.planner.communication")
 def the_planner_forgets_the_backwards_gathers(module: Any) -> None:
     """The planner's FSDP gathers parameters in the forward only."""
 
