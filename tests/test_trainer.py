@@ -868,7 +868,8 @@ def samples_and_seeds(path, args, num_steps):
     seeds = []
 
     def seed_all(*place, own=trainer.seed_all):
-        seeds.append(place)
+        if place[0] == "sample":
+            seeds.append(place)
         own(*place)
 
     trainer.seed_all = seed_all
