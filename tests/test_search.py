@@ -14,7 +14,7 @@ from mdit_py_plugins.anchors.index import slugify
 from visits import NARROW, WIDE, open_page, seen_by_axe, too_wide
 
 sys.path.append(str(ROOT / "book" / "_ext"))
-from book_search import ERRORS, Entry, read_errors
+from book_search import ERRORS, PHRASES, Entry, read_lines_of_sections
 
 MAX_RESULTS = 3  # that a reader looks at
 MAX_BYTES = 600_000  # of all that the search loads
@@ -140,6 +140,14 @@ def test_questions_are_answered(search):
     assert first >= 0.8 * len(queries) and len(misses) <= 0.03 * len(queries), summary
 
 
+def test_no_phrase_is_one_of_the_searches():
+    """The searches tell how well the search finds what nobody foresaw, so its list of phrases must not have them."""
+    phrases = [phrase for lines in read_lines_of_sections(ROOT / PHRASES).values() for phrase in lines]
+    assert len(phrases) > 700
+    foreseen = {words_in(phrase).lower() for phrase in phrases}
+    assert not [query for query in searches() if words_in(query).lower() in foreseen]
+
+
 def first_places(search, queries):
     """(page, anchor) of each query's first result."""
     return [(results[0]["page"], results[0]["anchor"]) for results in search.evaluate(ANSWER, list(queries))]
@@ -148,7 +156,7 @@ def first_places(search, queries):
 def test_an_error_message_leads_to_the_section_that_cures_it(search):
     """Alone, and inside what a terminal prints around it."""
     cures = {}
-    for section, messages in read_errors(ROOT / ERRORS).items():
+    for section, messages in read_lines_of_sections(ROOT / ERRORS).items():
         for message in messages:
             cures[message] = tuple(section.split("#"))
     assert len(cures) > 20

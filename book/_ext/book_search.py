@@ -9,9 +9,9 @@ import base64
 import gzip
 import json
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from sphinx.errors import ExtensionError
 from helpers.export.facts import facts_at
 
 ERRORS = "book/error_messages.txt"
+PHRASES = "book/search_phrases.txt"
 FIRST_PAGE = "book/intro"
 QUESTIONS = "book/questions"
 # Types of nodes that add no words to an entry's text: its heading, of which the entry has a field, and what is no text.
@@ -34,18 +35,24 @@ NAMES = re.compile(
     r"|(?<=\.)[A-Za-z_]\w{3,}"  # what is looked up, such as .bfloat16
     r"|\b[A-Z][A-Z_]{4,}\b"  # a variable of the environment, such as MASTER_ADDR
 )
+# Of a long listing, the search keeps each of these words once: a reader types words of it, and never all of it.
+WORDS_OF_LISTING = re.compile(r"[A-Za-z_][\w-]{2,}")
+LONG_LISTING = 200  # characters
+# A name such as print, that more sections of the book have in their cells than these, leads to none of them.
+MAX_SECTIONS_WITH_NAME = 80
 
 
 class Entry(NamedTuple):
-    """What the search can find: a section or a term. search_engine.js knows these seven fields by their positions."""
+    """What the search can find: a section or a term. search_engine.js knows these eight fields by their positions."""
 
     page: str
     anchor: str
     headings: list[str]  # from the page's title on
     text: str
-    code: str
+    code: str  # short listings, such as a shell command
+    names: str  # those in cells and in long listings that text and code lack, with spaces between them
     errors: list[str]  # messages that the section cures, which it need not quote
-    questions: list[str]  # what readers ask when they look for this section, in their own words
+    questions: list[str]  # what readers ask or type when they look for this section, in their own words
 
 
 @dataclass
@@ -54,6 +61,7 @@ class Passages:
 
     text: list[str] = field(default_factory=list)
     code: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,8 @@ def collect_listing(listing: nodes.literal_block, scripts: Path, passages: Passa
 
     Of a traceback, these are the lines of its message. Of a notebook's code cell, they are the names in it that a
     reader may look for, such as ``all_reduce``. Of a chapter's script in the folder ``scripts`` there are none, because
-    the chapter's cells have the same lines. Of everything else, such as a shell command, all of its text is added.
+    the chapter's cells have the same lines. Of everything else, such as a shell command, all of its text is added if
+    it is short, and each word of it once if it is long.
     """
     text = listing.astext()
     if "traceback" in listing["classes"]:
@@ -119,12 +128,15 @@ def collect_listing(listing: nodes.literal_block, scripts: Path, passages: Passa
         # Code that draws a figure has this decorator. The names in it are those of a drawing library.
         draws_figure = "@style()" in text
         if not draws_figure:
-            names = sorted(set(NAMES.findall(text)))
-            passages.code.append(" ".join(names))
+            passages.names += NAMES.findall(text)
         return
 
     is_script = Path(included_file).parent == scripts
-    if not is_script:
+    if is_script:
+        return
+    if len(text) > LONG_LISTING:
+        passages.names += WORDS_OF_LISTING.findall(text)
+    else:
         passages.code.append(text)
 
 
@@ -195,12 +207,16 @@ def entry_of(node: nodes.Element, page: str, scripts: Path, answers: Answers, he
         anchor = heading["ids"][0]
     passages = Passages()
     collect(node, scripts, passages)
+    text = joined(passages.text)
+    code = joined(passages.code)
+    words_before = set(WORDS_OF_LISTING.findall(f"{heading_text} {text} {code}"))
     return Entry(
         page=page,
         anchor=anchor,
         headings=[*headings_above, heading_text],
-        text=joined(passages.text),
-        code=joined(passages.code),
+        text=text,
+        code=code,
+        names=" ".join(sorted(set(passages.names) - words_before)),
         errors=answers.errors.get(f"{page}#{anchor}", []),
         questions=answers.questions.get(f"{page}#{anchor}", []),
     )
@@ -212,30 +228,31 @@ def joined(passages: list[str]) -> str:
     return "\n".join(passage for passage in stripped if passage)
 
 
-def read_errors(file: Path) -> dict[str, list[str]]:
-    """Read which error messages each section of the book explains: ``{"page#anchor": ["message", …], …}``.
+def read_lines_of_sections(file: Path) -> dict[str, list[str]]:
+    """Read lines that belong to sections of the book: ``{"page#anchor": ["line", …], …}``.
 
-    The file has the address of a section and, indented below it, the messages. A line that begins with # is a comment::
+    The file has the address of a section and, indented below it, its lines, such as the error messages that it
+    explains. A line that begins with # is a comment::
 
         notebooks/01_process_groups#fewer-gpus-than-ranks
             CUDA error: invalid device ordinal
 
     Without the file, there are none.
     """
-    errors: dict[str, list[str]] = {}
+    lines_of: dict[str, list[str]] = {}
     if not file.exists():
-        return errors
+        return lines_of
     section = ""
     for line in file.read_text(encoding="utf-8").splitlines():
         if line.startswith("    "):
-            errors[section].append(line.strip())
+            lines_of[section].append(line.strip())
         elif line and not line.startswith("#"):
             section = line.strip()
-            errors[section] = []
-    return errors
+            lines_of[section] = []
+    return lines_of
 
 
-def questions_of(page_of_questions: nodes.document) -> dict[str, list[str]]:
+def questions_of(page_of_questions: nodes.document) -> defaultdict[str, list[str]]:
     """The questions to which each section of the book is the answer: ``{"page#anchor": ["question", …], …}``.
 
     On the page of questions, each row of a table has a question, and an answer with a link to its section. The page
@@ -271,13 +288,17 @@ def write_search(app: Sphinx) -> list[tuple[str, dict[str, str], str]]:
     """Write all sections and terms that the search can find into search_entries.js, at the end of each build.
 
     Sphinx calls this to ask which further pages it shall write. It returns the page of the search, as (name, context,
-    template). Raises ExtensionError if the list of error messages names a section that does not exist.
+    template). Raises ExtensionError if the list of error messages or of phrases names a section that does not exist.
     """
     scripts = Path(app.srcdir, "scripts")
-    answers = Answers(errors=read_errors(Path(app.srcdir, ERRORS)), questions={})
+    errors = read_lines_of_sections(Path(app.srcdir, ERRORS))
+    phrases = read_lines_of_sections(Path(app.srcdir, PHRASES))
+    questions: defaultdict[str, list[str]] = defaultdict(list)
     if QUESTIONS in app.env.found_docs:
         questions = questions_of(app.env.get_and_resolve_doctree(QUESTIONS, app.builder))
-        answers = replace(answers, questions=questions)
+    for section, lines in phrases.items():
+        questions[section] += lines
+    answers = Answers(errors=errors, questions=questions)
     entries_of_book: list[Entry] = []
     weights = {}  # {page: the factor of its scores}, of pages that have one
     for page in sorted(app.env.found_docs):
@@ -287,21 +308,34 @@ def write_search(app: Sphinx) -> list[tuple[str, dict[str, str], str]]:
         if weight != 1:
             weights[page] = weight
 
+    entries_of_book = without_common_names(entries_of_book)
+
     # Tests build smaller books, which lack most of the sections that the list of error messages names.
     is_whole_book = app.config.root_doc == FIRST_PAGE
     if is_whole_book:
-        check_sections(answers.errors, entries_of_book)
+        check_sections(ERRORS, errors, entries_of_book)
+        check_sections(PHRASES, phrases, entries_of_book)
     file = Path(app.outdir, "_static", "search_entries.js")
     file.write_text(script_with(entries_of_book, weights), encoding="utf-8")
     return [("search", {"title": "Search"}, "search.html")]
 
 
-def check_sections(errors: Mapping[str, list[str]], entries_of_book: Sequence[Entry]) -> None:
-    """Raise ExtensionError if the keys of ``errors``, each a ``page#anchor``, name a section that the book lacks."""
+def without_common_names(entries_of_book: Sequence[Entry]) -> list[Entry]:
+    """The entries without the names that too many sections have in their code, such as ``print``."""
+    sections_with = Counter(name for entry in entries_of_book for name in entry.names.split())
+    result = []
+    for entry in entries_of_book:
+        kept = [name for name in entry.names.split() if sections_with[name] <= MAX_SECTIONS_WITH_NAME]
+        result.append(entry._replace(names=" ".join(kept)))
+    return result
+
+
+def check_sections(file: str, named: Iterable[str], entries_of_book: Sequence[Entry]) -> None:
+    """Raise ExtensionError if the sections that ``file`` names, each a ``page#anchor``, are not all in the book."""
     sections = {f"{entry.page}#{entry.anchor}" for entry in entries_of_book}
-    missing = [section for section in errors if section not in sections]
+    missing = [section for section in named if section not in sections]
     if missing:
-        raise ExtensionError(f"{ERRORS} names sections that are not there: {', '.join(missing)}")
+        raise ExtensionError(f"{file} names sections that are not there: {', '.join(missing)}")
 
 
 def script_with(entries_of_book: Sequence[Entry], weights: Mapping[str, float]) -> str:

@@ -118,10 +118,9 @@ var bookSearch = (() => {
   }
 
   // Of a cell only names are in the index: a result shows those that were asked for, and says that they are code.
-  function inCode(line, hits) {
-    const isBag = /^[\w ]+$/.test(line) && line.includes(" ");
-    const names = isBag ? line.split(" ").filter((name) => terms(name).some((term) => hits.has(term))) : [line];
-    return `in code: ${names.slice(0, 6).join(", ")}`;
+  function inNames(names, hits) {
+    const asked = names.split(" ").filter((name) => terms(name).some((term) => hits.has(term)));
+    return `in code: ${asked.slice(0, 6).join(", ")}`;
   }
 
   // A long sentence is cut before its first hit.
@@ -188,7 +187,8 @@ var bookSearch = (() => {
       processTerm: (term) => term,
     });
     index.addAll(
-      entries.map(([page, anchor, headings, text, code, errors, questions], id) => {
+      entries.map(([page, anchor, headings, text, listings, names, errors, questions], id) => {
+        const code = `${listings}\n${names}`;
         const heading = headings.at(-1);
         const above = headings.slice(0, -1).join(" ");
         const asked = (questions ?? []).join("\n");
@@ -202,7 +202,7 @@ var bookSearch = (() => {
     const rarity = (term) => Math.log(1 + entries.length / (sectionsWith.get(term) ?? 1));
     const sumOf = (terms) => terms.reduce((sum, term) => sum + (isNumber(term) ? 0.3 : 1) * rarity(term), 0);
     // The telling terms of a section's heading, and of each question that it answers.
-    const titles = entries.map(([, , headings, , , , questions]) =>
+    const titles = entries.map(([, , headings, , , , , questions]) =>
       [headings.at(-1), ...(questions ?? [])].map((text) => [...new Set(terms(text))].filter((term) => !COMMON.has(term))),
     );
     const pairs = new Map(); // {id: the pairs of a section}, of sections that were once found
@@ -221,15 +221,14 @@ var bookSearch = (() => {
     }
 
     // What a result shows of its section: a sentence, or a line of the code, where no sentence has a hit.
-    function excerpt([, , , text, code], hits) {
+    function excerpt([, , , text, code, names], hits) {
       const sentences = text.split(/(?<=[.!?]) +(?=\p{Lu})|\n/u);
-      const lines = code.split("\n");
       const sentence = bestOf(sentences, hits);
       if (sentence) return sentence;
-      const line = bestOf(lines, hits);
-      if (line) return inCode(line, hits);
-      if (sentences[0]) return sentences[0];
-      return lines[0] && inCode(lines[0], new Set(terms(lines[0])));
+      const line = bestOf(code.split("\n"), hits);
+      if (line) return `in code: ${line}`;
+      if (terms(names).some((term) => hits.has(term))) return inNames(names, hits);
+      return sentences[0] || code.split("\n")[0] || inNames(names, new Set(terms(names)));
     }
 
     // {id: how long the message is} of the sections that cure an error. The query holds it, or is a part of it.
@@ -269,7 +268,7 @@ var bookSearch = (() => {
 
     function pairsOfEntry(id) {
       if (!pairs.has(id)) {
-        const [, , headings, text, , , questions] = entries[id];
+        const [, , headings, text, , , , questions] = entries[id];
         pairs.set(id, new Set([headings.at(-1), ...(questions ?? []), ...text.split("\n")].flatMap(pairsOf)));
       }
       return pairs.get(id);

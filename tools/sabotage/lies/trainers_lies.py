@@ -309,7 +309,7 @@ def a_taken_port_is_no_error(static: Any) -> None:
         original(self, address, 0, *inputs, **keywords)
 
 
-@lie("12b", "timeout|wait", module=C10D)
+@lie("04b 12b", "timeout|wait", module=C10D)
 def groups_have_the_default_timeout(c10d: Any) -> None:
     """`new_group` ignores the timeout that it is given."""
 
