@@ -51,6 +51,7 @@ FIRST, GROUPS, DDP, FSDP, TRAINER, CAPSTONE = (
     find_notebook(number).stem for number in ("00", "01", "04", "06", "11", "16")
 )
 PREFLIGHT = preflight()
+BATCH_FILE = f"../notebooks/{find_notebook('12c').name}"  # the page about it
 # With this line a chapter begins to say how its script is started.
 ENTER = "source .venv/bin/activate && python -m helpers export {} && cd scripts"
 NEXT = f"{len(CHAPTERS):02}"
@@ -182,6 +183,9 @@ TESTS = {  # by which other test a line is run
         "test_commands.py::python -m helpers export 11 --slurm"
     ),
     "python -m helpers export 11 --slurm --nodes 2 --out jobs": "test_commands.py::python -m helpers export 11 --slurm",
+    "python -m helpers export 11 --slurm --nodes 2 --gpus-per-node 8 --time 04:00:00 --out jobs": (
+        "test_commands.py::python -m helpers export 11 --slurm"
+    ),
     "python -m torch.distributed.run": "test_torchrun.py::test_a_rank_that_raises_ends_the_job_and_is_named",
     "python -m helpers rehearse train.py --gpus 2": (
         "test_training_check.py::test_a_rehearsal_names_a_silent_mistake_and_fails_unless_it_is_allowed"
@@ -197,7 +201,7 @@ TESTS = {  # by which other test a line is run
         "test_nccl_log.py::test_the_logs_of_all_ranks_name_the_rank_that_is_behind"
     ),
     "python -m helpers plan job.toml --json": "test_planner_command.py::test_a_file_becomes_a_plan",
-    f"{STATIC.format(0)}--nproc-per-node=gpu -m helpers doctor": f"{TWO_HOSTS}doctor_sees_both_hosts",
+    f"{STATIC.format(0)}--nproc-per-node=8 -m helpers doctor": f"{TWO_HOSTS}doctor_sees_both_hosts",
     f"{STATIC.format(0)}--master-port=29500 --nproc-per-node=2 place.py": f"{TWO_HOSTS}two_kinds_of_rendezvous",
     f"{STATIC.format(1)}--master-port=29500 --nproc-per-node=1 place.py": f"{TWO_HOSTS}two_kinds_of_rendezvous",
     f"torchrun --nnodes=2 {C10D.format('--rdzv-id=JOB ')} --nproc-per-node=2 place.py": (
@@ -212,6 +216,9 @@ TESTS = {  # by which other test a line is run
     },
     "srun python -m helpers doctor": f"{SLURM}doctor_under_srun",
     f"cd scripts && sbatch {TRAINER}.sbatch --epochs 50": f"{SLURM}a_job_that_is_stopped_preempted_and_loses_a_node",
+    f"cd jobs && sbatch {TRAINER}.sbatch --epochs 50": f"{SLURM}a_job_that_is_stopped_preempted_and_loses_a_node",
+    "python -m helpers export 12 --out jobs": rf"{BATCH_FILE}::\"export\", \"12\", \"--out\", \"jobs\"",
+    f"cp {TRAINER}.py jobs": f"{BATCH_FILE}::shutil.copy(mine, scratch /",
     "scontrol show config | grep -E 'KillWait|PreemptParameters'": f"{SLURM}a_job_that_its_user_signals",
     "scontrol show partition | grep GraceTime": f"{SLURM}a_job_that_its_user_signals",
     "scontrol requeue": f"{SLURM}the_node_of_the_root_cause_is_excluded_when_it_has_failed_twice",
@@ -252,7 +259,11 @@ NOT_HERE = {  # why a line cannot be run here
     "dcgmi diag -r 3": "belongs to NVIDIA's DCGM, which tests GPUs",
     """pdsh -w node[1-8] "dmesg -T | grep -E 'NVRM: Xid|Out of memory'\"""": "reads other hosts' kernel messages",
     "sacct -j 4711 --duplicates -X -P --format=JobID,State,Start,End,ElapsedRaw": "the tests' Slurm has no accounting",
-    "mkdir spoiled && mv step_00000080.pt step_00000090.pt spoiled/": "names checkpoints of a job",
+    "scancel 4711": "names a job of a cluster",
+    f"cd {TRAINER}-4711 && mkdir spoiled && mv step_00000080.pt step_00000090.pt spoiled/": "names a job's checkpoints",
+    f"cd .. && JOB_FOLDER={TRAINER}-4711 sbatch {TRAINER}.sbatch --epochs 50 --seed 1 --allow-change seed": (
+        "names a job of a cluster"
+    ),
     "scontrol update JobId=4711 ExcNodeList=node5": "names a job and a node of a cluster",
     'scontrol update NodeName=node5 State=DRAIN Reason="Xid 48 and 95, GPU 9d:00"': "names a node of a cluster",
     "sbatch --exclude=node5 train.sbatch": "names a node of a cluster",

@@ -10,7 +10,8 @@ import pytest
 import torch
 from slurm_cluster import STEP
 
-from helpers.doctor import facts, membership, trials
+from helpers.doctor import driver, facts, membership, trials
+from helpers.doctor.driver import Health
 from helpers.doctor.facts import Facts, Interface
 from helpers.doctor.findings import Findings
 from helpers.doctor.membership import LaunchedRank, read_launcher
@@ -109,11 +110,14 @@ def test_facts_of_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80"])
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 3))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    health = Health(uncorrected_errors=0)
+    monkeypatch.setattr(facts, "health_of_gpu", {"1234": health}.get)
     launched = LaunchedRank(3, 4, 3, "127.0.0.1", 29500)
     on_gpu = facts.facts_of_rank(launched, 50000, backend=None)
     assert (on_gpu.device, on_gpu.gpu_model, on_gpu.gpu_id) == ("cuda:1", "H100 80GB HBM3", "1234")
     assert (on_gpu.nccl, on_gpu.device_memory) == ("2.28.3", 84e9)
     assert on_gpu.unsupported_gpu == "sm_90, only for sm_80"
+    assert on_gpu.health == health
 
     on_cpu = facts.facts_of_rank(launched, 50000, backend="gloo")
     assert (on_cpu.device, on_cpu.gpu_id) == ("cpu", "")
@@ -124,6 +128,54 @@ def test_facts_of_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", fail)
     broken = facts.facts_of_rank(launched, 50000, backend=None)
     assert (broken.device, broken.gpu_id, broken.gpu_error) == ("cuda:1", "", "CUDA error: odd")
+
+
+SMI = """#!/bin/sh
+case "$*" in *--id=GPU-1234*) ;; *) echo "no GPU of this name"; exit 6 ;; esac
+case "$*" in *clocks_event_reasons*) echo "not a valid field to query." ; exit 2 ;; esac
+echo "00000000:9D:00.0, 3, Active, Not Active, Not Active, Active"
+"""
+KERNEL_LOG = """\
+[  100.1] NVRM: Xid (PCI:0000:1b:00): 79, GPU has fallen off the bus.
+[  100.2] NVRM: Xid (PCI:0000:9d:00): 31, pid='<unknown>', MMU Fault
+[  100.3] NVRM: Xid (PCI:0000:9d:00): 48, An uncorrectable double bit error
+[  100.4] NVRM: Xid (PCI:0000:9d:00): 48, An uncorrectable double bit error
+"""
+
+
+def commands(folder, monkeypatch, **texts):
+    """Put commands with these texts into a folder, and let programs be found there only, beside the shell."""
+    for name, text in texts.items():
+        path = folder / name.replace("_", "-")
+        path.write_text(text)
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+
+
+def test_what_the_driver_says_of_one_gpu(tmp_path, monkeypatch):
+    """With an older driver, which does not know the new name of the reasons for low clocks."""
+    (tmp_path / "log").write_text(KERNEL_LOG)
+    dmesg = f'#!/bin/sh\nwhile read -r line; do echo "$line"; done < {tmp_path}/log\n'
+    commands(tmp_path, monkeypatch, nvidia_smi=SMI, dmesg=dmesg)
+    slowdowns = ("hw_slowdown", "sw_thermal_slowdown")
+    assert driver.health_of_gpu("1234") == Health(3, slowdowns, xids=(48,))
+    assert driver.health_of_gpu("99").not_read == ("nvidia-smi: no GPU of this name",)
+
+
+def test_what_the_driver_does_not_say(tmp_path, monkeypatch):
+    commands(tmp_path, monkeypatch)
+    assert driver.health_of_gpu("1234") == Health(not_read=("nvidia-smi: there is no such command",))
+    smi = SMI.replace("9D:00.0, 3, Active", "9D:00.0, [N/A], Not Active")
+    forbidden = "#!/bin/sh\necho 'dmesg: read kernel buffer failed: Operation not permitted' >&2\nexit 1\n"
+    commands(tmp_path, monkeypatch, nvidia_smi=smi, dmesg=forbidden)
+    health = driver.health_of_gpu("1234")
+    assert (health.uncorrected_errors, health.slowdowns) == (None, ("sw_thermal_slowdown",))
+    assert health.not_read == ("Xids in dmesg: dmesg: read kernel buffer failed: Operation not permitted",)
+    lines = report(findings(2, gpus=True, rank0={"health": health})).text
+    assert "driver    0 uncorrected memory errors on 1 of 2 GPUs that count them" in lines
+    assert "not read: Xids in dmesg: dmesg: read kernel buffer failed: Operation" in lines
+    commands(tmp_path, monkeypatch, nvidia_smi="#!/bin/sh\necho another form\n")
+    assert driver.health_of_gpu("1234").not_read == ("nvidia-smi: an answer of another form: another form",)
 
 
 # --- what findings mean -----------------------------------------------------------------------------------------------
@@ -158,6 +210,7 @@ def findings(count=4, hosts=1, gpus=False, **changes):
                 gpu_model="H100 80GB HBM3",
                 gpu_id=f"GPU {rank}",
                 nccl="2.28.3",
+                health=Health(uncorrected_errors=0),
             )
         facts_by_rank[rank] = replace(facts_by_rank[rank], **changes.pop(f"rank{rank}", {}))
     trial = Trial(right=True, seconds=1e-4, speed=2e9)
@@ -235,6 +288,18 @@ SLOW_BETWEEN_HOSTS = {f"ranks_{a}_{b}": SLOW_LINK for a in (0, 1) for b in (2, 3
         ({"gpus": True, "errors": {"gather": {1: "odd"}}}, "gather failed on rank 1: odd. try: Try --backend gloo"),
         ({"rank1": {"gpu_error": "ECC error"}}, "The GPU of rank 1 on node0 does not answer: ECC error. try: Look"),
         ({"rank1": {"unsupported_gpu": "sm_90, only for sm_80"}}, "of rank 1 on node0 has no code for its GPU, sm_90"),
+        (
+            {"gpus": True, "rank1": {"health": Health(uncorrected_errors=2)}},
+            "WRONG The memory of the GPU of rank 1 on node0 has uncorrected errors: 2 since its last reset.",
+        ),
+        (
+            {"gpus": True, "rank3": {"health": Health(0, slowdowns=("hw_slowdown", "hw_thermal_slowdown"))}},
+            "note The clocks of the GPU of rank 3 on node1 are slowed down: hw_slowdown, hw_thermal_slowdown.",
+        ),
+        (
+            {"gpus": True, "rank3": {"health": Health(0, xids=(48, 95))}},
+            "note The GPU of rank 3 on node1 had Xid 48, 95 since the host has started.",
+        ),
         (LITTLE_MEMORY, "note node0 has only 64 MB of shared memory; data loaders and NCCL use it."),
         ({"gpus": True, **LITTLE_MEMORY}, "WRONG node0 has only 64 MB of shared memory"),
         (SLOW_RANK, "note Rank 2 on node1 computes far more slowly than the others."),

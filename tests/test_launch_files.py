@@ -129,7 +129,7 @@ def run_batch(folder, script, text=None, **variables):
     (folder / "script").write_text(script)
     (folder / f"{NAME}.slurm.sh").write_text(files()[".slurm.sh"])
     environment = {"PATH": f"{folder}:{os.environ['PATH']}", "JOB_FOLDER": "work"}
-    environment |= {"SLURM_JOB_NAME": "book", "ON_CALL": "cat > called"}
+    environment |= {"SLURM_JOB_NAME": "book", "SLURM_RESTART_COUNT": "1", "ON_CALL": "cat > called"}
     environment |= {f"SLURM_{name}": "2" for name in ("CPUS_PER_TASK", "NNODES", "JOB_ID")}
     environment |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NODEID": "1", "SLURMD_NODENAME": "n2", **variables}
     command = ["bash", "-c", text or files()[".sbatch"], f"{NAME}.sbatch"]
@@ -269,7 +269,7 @@ def test_each_node_has_its_address_and_its_network_and_the_preflight_runs_first(
     report = 'echo "gloo takes ($GLOO_SOCKET_IFNAME)"'
     _, text = run_batch(tmp_path, report, PREFLIGHT="-m helpers doctor")
     first, second = re.findall(r"^torchrun .*", text, re.MULTILINE)
-    assert "--max-restarts=0 --rdzv-id=preflight.2.0 " in first
+    assert "--max-restarts=0 --rdzv-id=preflight.2.1 " in first
     assert first.endswith(" -m helpers doctor")
     assert f" {NAME}.py " in second
     for words in ("--rdzv-endpoint=10.0.0.1:20002 ", "--local-addr=10.0.0.2 ", " --rdzv-conf=is_host=0,"):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import psutil
 import torch
 
+from helpers.doctor.driver import Health, health_of_gpu
 from helpers.doctor.membership import LaunchedRank, plain
 
 
@@ -33,6 +34,7 @@ class Facts:
     nccl: str = ""
     gpu_error: str = ""  # why the GPU could not be asked
     unsupported_gpu: str = ""  # "sm_120, only for sm_80 sm_90" where this PyTorch has no code for the GPU
+    health: Health | None = None  # what the driver says of the GPU
 
     @property
     def versions(self) -> dict[str, str]:
@@ -201,4 +203,5 @@ def with_facts_of_gpu(facts: Facts, device: torch.device) -> Facts:
         nccl=".".join(map(str, nccl_version)),
         device_memory=gpu.total_memory,
         unsupported_gpu=unsupported,
+        health=health_of_gpu(str(gpu.uuid)),
     )

@@ -49,9 +49,9 @@ def problems(findings: Findings) -> list[Problem]:
 def notes(findings: Findings) -> list[Problem]:
     """What is not wrong, but may explain why training is slow. On NCCL most of it counts as wrong."""
     if findings.backend == "nccl":
-        return list(slow_ranks(findings))
+        return [*worn_gpus(findings), *slow_ranks(findings)]
     # On gloo the speed of a link depends on how busy the cores are, so a slow one need not be a fault.
-    return [*scarce_memory(findings), *slow_links(findings), *slow_ranks(findings)]
+    return [*worn_gpus(findings), *scarce_memory(findings), *slow_links(findings), *slow_ranks(findings)]
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -144,7 +144,35 @@ def broken_gpus(findings: Findings) -> Iterator[Problem]:
                 f"The PyTorch of rank {rank} on {facts.host} has no code for its GPU, {facts.unsupported_gpu}.",
                 "Install a PyTorch that is built for this GPU: https://pytorch.org/get-started/locally",
             )
+        if facts.health and facts.health.uncorrected_errors:
+            yield Problem(
+                f"The memory of the GPU of rank {rank} on {facts.host} has uncorrected errors: "
+                f"{facts.health.uncorrected_errors} since its last reset.",
+                f"Leave {facts.host} out, and ask for a reset of the GPU; if they come again, for another GPU.",
+            )
     yield from unevenly_divided_gpus(findings)
+
+
+def worn_gpus(findings: Findings) -> Iterator[Problem]:
+    """GPUs whose clocks are slowed down, and GPUs that had a bad Xid since their host has started.
+
+    The Xid may be older than the GPU's last reset, so it is a note.
+    """
+    for rank, facts in findings.facts.items():
+        if facts.health is None:
+            continue
+        if facts.health.slowdowns:
+            yield Problem(
+                f"The clocks of the GPU of rank {rank} on {facts.host} are slowed down: "
+                f"{', '.join(facts.health.slowdowns)}.",
+                "Look there: nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER; all ranks wait for this one.",
+            )
+        if facts.health.xids:
+            numbers = ", ".join(map(str, facts.health.xids))
+            yield Problem(
+                f"The GPU of rank {rank} on {facts.host} had Xid {numbers} since the host has started.",
+                f"Unless it was reset since then, leave {facts.host} out and tell an administrator.",
+            )
 
 
 def unevenly_divided_gpus(findings: Findings) -> Iterator[Problem]:

@@ -110,6 +110,7 @@ def summary(findings: Findings) -> list[str]:
     """The lines between the tables, each about one thing that was looked at: ``clocks    less than 1 ms apart``."""
     return [
         *lines_about_hosts(findings),
+        *lines_about_drivers(findings),
         *lines_about_connections(findings),
         *lines_about_slowest(findings),
     ]
@@ -128,6 +129,22 @@ def lines_about_hosts(findings: Findings) -> Iterator[str]:
     free_bytes = [facts.shared_memory for facts in all_facts if facts.shared_memory is not None]
     if free_bytes:
         yield f"memory    {min(free_bytes) / 1e9:.1f} GB of shared memory free"
+
+
+def lines_about_drivers(findings: Findings) -> Iterator[str]:
+    """Yields what the drivers could tell of the GPUs, and what could not be read. Nothing without GPUs."""
+    healths = [facts.health for facts in findings.facts.values() if facts.health is not None]
+    if not healths:
+        return
+    telling = [health for health in healths if health.uncorrected_errors is not None]
+    slowed = [health for health in healths if health.slowdowns]
+    with_xids = [health for health in healths if health.xids]
+    errors = sum(health.uncorrected_errors or 0 for health in telling)
+    yield f"driver    {errors} uncorrected memory errors on {len(telling)} of {len(healths)} GPUs that count them"
+    yield f"          {len(slowed)} GPUs slowed down, {len(with_xids)} with a bad Xid since their host has started"
+    reasons = sorted({reason for health in healths for reason in health.not_read})
+    for reason in reasons:
+        yield f"          not read: {reason}"[:80]
 
 
 def lines_about_connections(findings: Findings) -> Iterator[str]:

@@ -378,6 +378,18 @@ def the_last_bucket_is_hidden_too(text: str) -> str:
     return swap(text, "waiting = max(last_bucket, all_reduce - backward)", "waiting = max(0, all_reduce - backward)")
 
 
+@lie("04", "NVLink|node", notebook=True)
+def the_network_is_faster_than_the_node_it_passes(text: str) -> str:
+    """In chapter 4's estimate, a ring between nodes has the speed of their cards, also where NVLink is slower."""
+    return swap(text, "min(8 * 50e9, 298e9)", "8 * 50e9")
+
+
+@lie("04b", "validat", notebook=True)
+def the_others_wait_in_the_group_of_the_gradients(text: str) -> str:
+    """While rank 0 validates, the other ranks wait in a group with the short timeout, where it should be long."""
+    return swap(text, "dist.barrier(patient)", "dist.barrier(group)")
+
+
 @lie("04b", "gloo|aborts", module=LAUNCH)
 def an_aborted_rank_prints_nothing(module: Any) -> None:
     """What gloo prints before it aborts a rank is lost."""

@@ -70,7 +70,7 @@ def the_planner_divides_activations_by_stages(module: Any) -> None:
         return 1
 
 
-@lie("15", "collective|message|count", module="helpers.planner.communication")
+@lie("15", "collective|message|count|tokens", module="helpers.planner.communication")
 def the_planner_forgets_the_backwards_gathers(module: Any) -> None:
     """The planner's FSDP gathers parameters in the forward only."""
 
@@ -203,7 +203,7 @@ def the_mesh_computes_in_float32(text: str) -> str:
 @lie("16", "finite|NaN|corrupt", notebook=True)
 def the_capstone_takes_every_step(text: str) -> str:
     """The capstone's step updates the weights, whether or not the gradient is finite."""
-    return swap(text, "if norm.isfinite():  # the same answer", "if True:  # the same answer")
+    return swap(text, "(~norm.isfinite()).float()  # 1: change", "torch.zeros(())  # 1: change")
 
 
 @lie("16", "patience|timeout|wait", notebook=True)
