@@ -301,8 +301,20 @@ def each_ranks_own_numbers_are_the_same(text: str) -> str:
 
 @lie("07b", "dropout|seed|pattern", notebook=True)
 def a_pattern_wanders_from_rank_to_rank(text: str) -> str:
-    """The seed for the dropout of parts is the step's plus the rank, so that patterns repeat in the next step."""
+    """The seed for the dropout of parts has the rank added, so that patterns repeat with the next seed."""
     return swap(text, "seed * dist.get_world_size() + dist.get_rank()", "seed + dist.get_rank()")
+
+
+@lie("07b", "dropout|seed|pattern", notebook=True)
+def all_layers_drop_the_same_places(text: str) -> str:
+    """The seed for the dropout of parts does not depend on the layer."""
+    return swap(text, "(step * micro_batches + micro_batch) * layers + layer", "step * micro_batches + micro_batch")
+
+
+@lie("07b", "recomput|dropout", notebook=True)
+def own_numbers_continue_where_they_were(text: str) -> str:
+    """`own_numbers` is not seeded where it is entered, so recomputation in backward drops other places."""
+    return swap(text, "torch.manual_seed(seed * dist.get_world_size() + dist.get_rank())", "torch.seed()")
 
 
 @lie("07", "tie|head", notebook=True)
