@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import os
+import random
 import re
 import shutil
 import signal
@@ -158,9 +159,17 @@ def test_a_model_without_a_trained_weight_and_an_optimizer_of_another_model_are_
     def of_another_model(model, args):
         return torch.optim.SGD(nn.Linear(64, 10).parameters(), args.lr)
 
+    def of_nothing(model, args):
+        return torch.optim.SGD([], args.lr)
+
+    def of_frozen_parameters(model, args):
+        return torch.optim.SGD(nn.Linear(64, 10).requires_grad_(False).parameters(), args.lr)
+
     for replacements, message in [
         ({"build_model": frozen}, "build_model has frozen all parameters: nothing is trained."),
         ({"build_optimizer": of_another_model}, "build_optimizer has parameters of another model."),
+        ({"build_optimizer": of_nothing}, "build_optimizer: the optimizer has no parameters."),
+        ({"build_optimizer": of_frozen_parameters}, "build_optimizer: the optimizer has no parameters to train."),
     ]:
         [[error]] = launch(errors_of, str(script), [settings(script)], replacements, nproc=1)
         assert error == f"UsageError: {message}"
@@ -172,16 +181,26 @@ WRONG_SUMS = {  # what loss_sums returns for logits: the error
     "{'loss': loss}": "loss_sums must give (sum, count), not tensor(",
     "{'loss': (logits, 1)}": 'loss_sums: the sum of "loss" must be one number.',
     "{'loss': (loss.bfloat16(), 1)}": 'loss_sums: the sum of "loss" is torch.bfloat16: always float32.',
+    "{'loss': (logits.mean(), 96)}": 'loss_sums: the sum of "loss" is a mean, and its count is 96: take reduction=',
+    "{'loss': (F.cross_entropy(logits, labels), 96)}": 'loss_sums: the sum of "loss" is a mean, and its count is 96',
+    "{'loss': (F.mse_loss(logits, logits.detach()), torch.tensor(9))}": 'loss_sums: the sum of "loss" is a mean',
 }
+RIGHT_SUMS = [
+    "{'loss': (F.cross_entropy(logits, labels, reduction='sum'), 96)}",
+    "{'loss': (F.cross_entropy(logits, labels) * 96, 96)}",
+    "{'loss': (F.cross_entropy(logits, labels), 1)}",  # the mean of the ranks' means, for who wants it
+    "{'loss': (logits.mean(0).sum(), 96)}",
+]
 
 
 def errors_of_wrong_sums(path, args):
     errors = []
-    for text in WRONG_SUMS:
+    for text in [*WRONG_SUMS, *RIGHT_SUMS]:
 
         def loss_sums(model, batch, args, text=text):
             logits = model(batch[0])
-            return eval(text, {"logits": logits, "loss": logits.sum()})
+            names = {"logits": logits, "loss": logits.sum(), "labels": batch[1], "F": nn.functional, "torch": torch}
+            return eval(text, names)
 
         errors += errors_of(path, [args], {"loss_sums": loss_sums})
     return errors
@@ -189,8 +208,9 @@ def errors_of_wrong_sums(path, args):
 
 def test_sums_of_another_form_are_refused(script):
     [errors] = launch(errors_of_wrong_sums, str(script), settings(script, "--max-steps=12"), nproc=1)
-    for expected, error in zip(WRONG_SUMS.values(), errors, strict=True):
+    for expected, error in zip(WRONG_SUMS.values(), errors, strict=False):
         assert error.startswith(f"UsageErrorOfRank: {expected}")
+    assert errors[len(WRONG_SUMS) :] == ["none"] * len(RIGHT_SUMS)
 
 
 def errors_of_unlike_names(path, args):
@@ -828,6 +848,54 @@ def test_ten_million_samples_need_no_memory_and_a_late_resume_skips_what_is_done
     assert positions < 20_000
 
 
+class DrawsSeldom(torch.utils.data.Dataset):
+    """Only every fiftieth sample is random, by one of the three generators."""
+
+    draws = (torch.rand, lambda size: np.random.rand(), lambda size: random.random())
+
+    def __len__(self):
+        return 1440
+
+    def __getitem__(self, index):
+        if index % 50 != 7:
+            return float(index)
+        return float(self.draws[index // 50 % 3](()))
+
+
+def samples_and_seeds(path, args, num_steps):
+    """(the samples of some steps, how many of them were seeded before any sample had drawn, those seeded always)."""
+    trainer = loaded(path)
+    seeds = []
+
+    def seed_all(*place, own=trainer.seed_all):
+        if place[0] == "sample":
+            seeds.append(place)
+        own(*place)
+
+    trainer.seed_all = seed_all
+    batches = trainer.MicroBatches(DrawsSeldom(), args)
+    samples = []
+    expected = []
+    seeds_at_first_draw = None
+    for micro_batch in trainer.islice(batches.of_map_style(0), num_steps):
+        samples += batches.read_samples(micro_batch)
+        if not batches.dataset_draws:
+            seeds_at_first_draw = len(seeds)
+        for index in micro_batch.samples.tolist():
+            trainer.seed_all("sample", args.seed, micro_batch.epoch, index)
+            expected.append(batches.dataset[index])
+            del seeds[-1]
+    return samples, seeds_at_first_draw, expected
+
+
+def test_a_sample_is_seeded_by_its_place_if_the_data_set_draws_and_not_at_all_if_it_does_not(script):
+    args = settings(script, "--batch-size=8")
+    [(samples, seeds_at_first_draw, expected)] = launch(samples_and_seeds, str(script), args, 180, nproc=1)
+    assert samples == expected
+    assert sum(sample < 1 for sample in samples) == 30  # 29 are random, and sample 0 is 0
+    assert seeds_at_first_draw == 0
+
+
 class Shards:
     """A stream of shards of unequal lengths, which notes what is read."""
 
@@ -905,6 +973,44 @@ def test_each_pass_over_a_shard_has_an_epoch_of_its_own(script):
     assert [epoch for _, epoch, _ in samples] == [0, 0, 0, 1, 1, 1, 2]
     [late] = launch(epochs_of_shards, str(script), args, 4, 3, nproc=1)
     assert late == samples[4:]
+
+
+class SlowToResume(torch.utils.data.IterableDataset):
+    """A stream that rank 1 reads for 10 seconds up to its first sample, if the job is resumed."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def __iter__(self):
+        if dist.get_rank() == 1:
+            time.sleep(self.seconds)
+        while True:
+            yield torch.zeros(64), 0
+
+
+def errors_of_a_slow_stream(path, args, seconds):
+    """The errors of a run in whose first step no rank waits longer than 3 seconds for another one."""
+    trainer = loaded(path)
+    trainer.load_data = lambda args: (SlowToResume(seconds), None)
+
+    def take_step(*arguments, own=trainer.take_step):
+        start = time.monotonic()
+        dist.barrier()
+        if time.monotonic() - start > 3:
+            raise RuntimeError("a rank has waited in its step")
+        return own(*arguments)
+
+    trainer.take_step = take_step
+    return errors_of_run(trainer, args)
+
+
+def test_no_rank_waits_in_a_step_for_one_that_reads_the_stream_again(script, tmp_path):
+    """There it would wait for --patience only; before the step it waits for days."""
+    flags = [f"--checkpoint-dir={tmp_path}", "--resume", "--allow-change=max_steps", "--warmup=1"]
+    for max_steps, seconds in ((2, 0), (4, 8)):
+        args = settings(script, *flags, f"--max-steps={max_steps}")
+        assert launch(errors_of_a_slow_stream, str(script), args, seconds, nproc=2) == ["none"] * 2
+    assert (tmp_path / "step_00000004.pt").exists()
 
 
 # --- DDP or FSDP ------------------------------------------------------------------------------------------------------
@@ -1276,9 +1382,62 @@ def sums_of_unlike_first_weights(path, args):
 def test_all_replicas_begin_with_the_weights_of_rank_0_and_are_compared(script, flags):
     results = launch(sums_of_unlike_first_weights, str(script), settings(script, *flags), nproc=4)
     assert results[0][0] == results[2][0] and results[1][0] == results[3][0]
-    other = 1 if flags else 0
-    message = f"at step 0 the weights of rank 3 are not those of rank {other}"
-    assert [error for _, error in results] == [message] * 4
+    problem = "the weights of ranks [3] are not the majority's"
+    if flags:
+        problem = "ranks [1, 3], of which no majority agrees"  # there are two replicas of each part
+    assert [error for _, error in results] == [f"at step 0 replicas of the model differ: {problem}"] * 4
+
+
+def error_of_a_lost_bit(path, args):
+    """The error of a run without validations, in whose second step rank 1 gets a weight of its own."""
+    trainer = loaded(path)
+
+    def take_step(training, micro_batches, step, args, own=trainer.take_step):
+        if step == 2 and dist.get_rank() == 1:
+            next(training.model.parameters()).data[0, 0] += 1e-3
+        return own(training, micro_batches, step, args)
+
+    trainer.take_step = take_step
+    return errors_of_run(trainer, args)
+
+
+def errors_of_run(trainer, args):
+    try:
+        trainer.train(args, CPU)
+    except RuntimeError as error:
+        return str(error)
+    return "none"
+
+
+def test_replicas_are_compared_before_a_save_too(script, tmp_path):
+    flags = ["--max-steps=12", "--save-every=3", "--val-every=12", f"--checkpoint-dir={tmp_path}"]
+    errors = launch(error_of_a_lost_bit, str(script), settings(script, *flags), nproc=3)
+    message = "at step 3 replicas of the model differ: the weights of ranks [1] are not the majority's"
+    assert errors == [message] * 3
+    assert names_in(tmp_path) == []
+
+
+def weights_after_unlike_norms(path, args):
+    """This rank's weights after a step in which the second replica has added up the norm in another order."""
+    trainer = loaded(path)
+    training = trainer.build_training(args, CPU)
+    batch = (torch.ones(12, 64), torch.zeros(12, dtype=torch.int64))
+
+    def full_tensor(tensor, own=trainer.DTensor.full_tensor):
+        norm = own(tensor)
+        if dist.get_rank() >= 2:
+            norm = torch.nextafter(norm, 2 * norm)
+        return norm
+
+    with mock.patch.object(trainer.DTensor, "full_tensor", full_tensor):
+        _, norm = trainer.take_step(training, [batch], 1, args)
+    return norm.item(), [trainer.local(param).tolist() for param in training.model.parameters()]
+
+
+def test_replicas_clip_with_one_norm(script):
+    args = settings(script, "--shard", "--replicas=2", "--max-norm=0.01", "--batch-size=48", "--width=8")
+    results = launch(weights_after_unlike_norms, str(script), args, nproc=4)
+    assert results[0] == results[2] and results[1] == results[3]
 
 
 def errors_with_files_of_their_own(path, args, folder):
@@ -1341,6 +1500,13 @@ def test_the_step_after_a_bad_one_is_saved_in_its_place(script, tmp_path):
     flags = ["--max-steps=7", "--warmup=1", "--save-every=4", f"--checkpoint-dir={tmp_path}"]
     names = launch(files_after_a_bad_step, str(script), settings(script, *flags), nproc=1)
     assert names == [["step_00000005.pt", "step_00000007.pt"]]
+
+
+def test_a_save_that_came_late_stays_as_the_first_of_its_interval(script, tmp_path):
+    flags = ["--max-steps=14", "--warmup=1", "--save-every=2", "--keep=1", "--keep-every=4"]
+    args = settings(script, *flags, f"--checkpoint-dir={tmp_path}")
+    [names] = launch(files_after_a_bad_step, str(script), args, nproc=1)
+    assert names == [f"step_{step:08}.pt" for step in (5, 8, 12, 14)]
 
 
 def kinds_of_errors(path, args):

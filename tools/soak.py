@@ -70,6 +70,7 @@ class Agent:
         # The agent and all processes of its jobs have this text in an environment variable, by which they are found.
         self.mark = uuid.uuid4().hex
         self.lines: list[str] = []
+        self.job_status: int | None = None  # of the latest job, when it has ended
         self.errors = folder / "errors.txt"
         # FORKING is the path of forked_torchrun.py, after the options with which Python has to start it. With --serve
         # the agent imports the modules IMPORTS, so that the ranks that it forks have them, and then waits for jobs.
@@ -91,6 +92,8 @@ class Agent:
         """Collect what the jobs print, in a thread, until the agent ends."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
+            if line.startswith("ended "):
+                self.job_status = int(line.removeprefix("ended "))
             self.lines.append(line.rstrip())
 
     def start(self, script: Path, nproc: int, *flags: str, restarts: int = 0) -> None:
@@ -100,6 +103,7 @@ class Agent:
         arguments += AT_ADDRESS  # the ranks meet at a free port of this machine
         arguments += [str(script), *flags]
         self.lines.clear()
+        self.job_status = None
         print(json.dumps(arguments), file=self.process.stdin, flush=True)  # the agent reads a job from each line
 
     def printed(self, beginning: str) -> bool:
@@ -108,12 +112,9 @@ class Agent:
 
     def status(self) -> int | None:
         """The job's exit status; None while it runs. Raises Failure if the agent itself has ended."""
-        for line in self.lines:
-            if line.startswith("ended "):
-                return int(line.removeprefix("ended "))
-        if self.process.poll() is not None:
+        if self.job_status is None and self.process.poll() is not None:
             raise Failure(f"the agent ended with status {self.process.returncode}")
-        return None
+        return self.job_status
 
     def wait_for(self, condition: Callable[[], object], seconds: float = LONGEST_WAIT, step: float = 0.001) -> bool:
         """Wait until a condition holds, and return True; or until the job has ended, and return False.
@@ -148,7 +149,7 @@ class Agent:
         def only_the_agent_is_left() -> bool:
             return leftovers.processes(self.mark).keys() == {self.process.pid}
 
-        self.wait_for(lambda: self.status() is not None)
+        self.wait_for(lambda: self.status() is not None, step=0.005)
         if not leftovers.wait_until(only_the_agent_is_left):
             raise Failure(f"it left {leftovers.processes(self.mark)}")
         return self.status()
@@ -359,8 +360,8 @@ class Trainers:
             seconds = self.luck.choice([0.0, self.luck.uniform(0, self.LONGEST_WRITE)])
             number = self.luck.choice([1, 2])  # of the write to wait for
             for _ in range(number):
-                agent.wait_for(lambda: not is_writing(folder), step=0.0005)
-                if not agent.wait_for(lambda: is_writing(folder), step=0.0005):
+                agent.wait_for(lambda: not is_writing(folder), step=0.001)
+                if not agent.wait_for(lambda: is_writing(folder), step=0.001):
                     return False
         time.sleep(seconds)
         ranks = agent.ranks()

@@ -5,9 +5,11 @@ stays reserved: another program could take it before the store starts. A forked 
 two seconds of a processor at each start. Use it to test what ranks do between their start and their end: a forked rank
 leaves by os._exit, without atexit handlers. With ``--serve MODULE …`` it imports the modules, which ranks then have,
 and runs one job after the other: each line that it reads is a list of arguments, as JSON, and it prints ``ended`` with
-the job's status, 0 or 1, when the job is over.
+the job's status, 0 or 1, when the job is over. These ranks do call what they have registered for their exit: else a
+rank that fails would wait for its loader's workers, until the agent kills it after 30 seconds.
 """
 
+import atexit
 import importlib
 import json
 import runpy
@@ -44,13 +46,22 @@ def run_script(script, *flags):
     runpy.run_path(script, run_name="__main__")
 
 
-def main(arguments):
+def run_script_to_its_exit(script, *flags):
+    """Run the script, and at its end what it has registered for the exit, as Python does in a new process."""
+    atexit._clear()  # what the agent has registered is not the script's
+    try:
+        run_script(script, *flags)
+    finally:
+        atexit._run_exitfuncs()
+
+
+def main(arguments, function=run_script):
     args = parse_args(arguments)
     config, _, _ = config_from_args(args)
     config.start_method = "fork"
     api.get_free_port = get_held_port
     try:
-        elastic_launch(config, run_script)(args.training_script, *args.training_script_args)
+        elastic_launch(config, function)(args.training_script, *args.training_script_args)
     except ChildFailedError as error:
         sys.exit(str(error))
 
@@ -61,7 +72,7 @@ def serve(modules):
     for line in sys.stdin:
         status = 0
         try:
-            main(json.loads(line))
+            main(json.loads(line), run_script_to_its_exit)
         except SystemExit as end:
             status = 1
             print(end.code, file=sys.stderr)

@@ -57,13 +57,13 @@ def one_signalled_rank_is_outvoted(module: Any) -> None:
 @lie("11", "BatchNorm|broken|finite", notebook=True)
 def batchnorm_keeps_a_nan(text: str) -> str:
     """A step that is skipped leaves the running statistics of BatchNorm as the forward left them."""
-    return swap(text, "torch.where(norm.isfinite().to(buffer.device), buffer, before)", "buffer")
+    return swap(text, "torch.where(is_finite.to(buffer.device), buffer, before)", "buffer")
 
 
 @lie("11", "stop|every step|skipped", notebook=True)
 def skipped_steps_are_not_counted(text: str) -> str:
     """The trainer does not count the steps that it skips in a row."""
-    return swap(text, "torch.where(is_bad, self.in_a_row + 1, 0)", "torch.where(is_bad, self.in_a_row, 0)")
+    return swap(text, "torch.where(is_finite, 0, self.in_a_row + 1)", "torch.where(is_finite, 0, self.in_a_row)")
 
 
 @lie("11", "shard|resume", notebook=True)
