@@ -1509,7 +1509,7 @@ def test_a_save_that_came_late_stays_as_the_first_of_its_interval(script, tmp_pa
     assert names == [f"step_{step:08}.pt" for step in (5, 8, 12, 14)]
 
 
-# --- what a resume, a schedule and a scaler must not lose --------------------------------------------------------------
+# --- what a resume, a schedule and a scaler must not lose -------------------------------------------------------------
 
 
 def test_the_rate_rises_to_its_highest_and_falls_to_its_lowest(script):
