@@ -1589,6 +1589,32 @@ def test_float16_clips_the_norm_of_the_gradient_and_not_of_the_scaled_one(script
     assert norm > 0.1  # so that the second one is clipped
 
 
+def norms_and_lengths(path, all_args):
+    """(the norm, the length of the change of the weights) of a first step with each of these settings."""
+    trainer = loaded(path)
+    batch = (torch.ones(48, 64), torch.zeros(48, dtype=torch.int64))
+    results = []
+    for args in all_args:
+        training = trainer.build_training(args, CPU)
+        before = [trainer.local(param).detach().clone() for param in training.model.parameters()]
+        _, norm = trainer.take_step(training, [batch], 1, args)
+        after = [trainer.local(param).detach() for param in training.model.parameters()]
+        square = sum((new - old).square().sum() for new, old in zip(after, before, strict=True))
+        if args.shard:
+            dist.all_reduce(square)
+        results.append((norm.item(), square.sqrt().item()))
+    return results
+
+
+def test_a_sharded_gradient_is_clipped_by_the_norm_of_the_whole(script):
+    all_args = [settings(script, "--max-norm=0.1", flag) for flag in ("--no-shard", "--shard")]
+    for of_ddp, of_fsdp in launch(norms_and_lengths, str(script), all_args, nproc=2):
+        assert of_fsdp == pytest.approx(of_ddp, rel=1e-4)
+        norm, length = of_ddp
+        assert norm > 0.1  # it is clipped
+        assert length == pytest.approx(0.1 * 0.1, rel=1e-4)  # the rate times the limit
+
+
 class TellsItsEpoch(torch.utils.data.Dataset):
     epoch = None
 
