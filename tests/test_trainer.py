@@ -1589,6 +1589,20 @@ def test_float16_clips_the_norm_of_the_gradient_and_not_of_the_scaled_one(script
     assert norm > 0.1  # so that the second one is clipped
 
 
+def test_each_micro_batch_of_each_rank_has_a_dropout_of_its_own(script):
+    trainer = loaded(script)
+    places = []
+    trainer.seed_all = lambda *place: places.append(place)
+    for rank in range(2):
+        with (
+            mock.patch.object(dist, "get_rank", lambda rank=rank: rank),
+            mock.patch.object(dist, "get_world_size", lambda: 2),
+        ):
+            for i in range(2):
+                trainer.seed_micro_batch(7, i, settings(script))
+    assert places == [("step", 0, 7, number) for number in (0, 2, 1, 3)]
+
+
 def norms_and_lengths(path, all_args):
     """(the norm, the length of the change of the weights) of a first step with each of these settings."""
     trainer = loaded(path)
