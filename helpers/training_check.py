@@ -221,7 +221,7 @@ KINDS = {
     "different_noise": Kind(
         "dropout differs on tensor-parallel ranks that hold the same activation",
         "Seed the ranks of a tensor-parallel group equally, or keep the activation a DTensor.",
-        "notebooks/07_tensor_parallel.ipynb#dropout-under-tensor-parallelism",
+        "notebooks/07b_tensor_parallel_in_practice.ipynb#dropout-under-tensor-parallelism",
     ),
     "no_gradient": Kind(
         "an optimizer whose parameters never get a gradient",

@@ -116,6 +116,25 @@ def a_step_that_is_not_finite_is_taken(text: str) -> str:
     return swap(text, "if norm.isfinite():", "if True:")
 
 
+@lie("08", "tie|embedding|copy", notebook=True)
+def copies_of_a_tied_weight_are_not_summed(text: str) -> str:
+    """The first and the last stage share a weight, and nobody sums its two gradients."""
+    return swap(text, "dist.all_reduce(tied.grad, group=ends)", "dist.barrier(group=ends)")
+
+
+@lie("08", "gradient|waiting|reduce_dtype", notebook=True)
+def waiting_gradients_are_in_bfloat16(text: str) -> str:
+    """The whole gradients that a stage keeps between two micro-batches are in bfloat16."""
+    in_float32 = "MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)"
+    return swap(text, in_float32, in_float32.replace("float32", "bfloat16"))
+
+
+@lie("08", "norm|clip|frozen", notebook=True)
+def a_frozen_weight_of_a_stage_has_a_norm(text: str) -> str:
+    """The norm of all stages takes weights that have no gradient, too."""
+    return swap(text, "for weight in weights if weight.grad is not None]  # not frozen", "for weight in weights]")
+
+
 @lie("08", "reduce|FSDP", module="torch.distributed.pipelining.stage")
 def a_stage_reduces_after_every_micro_batch(module: Any) -> None:
     """A `PipelineStage` lets FSDP reduce the gradient after the backward of each micro-batch."""
@@ -201,7 +220,7 @@ def the_divided_loss_takes_each_ranks_own_maximum(module: Any) -> None:
     replace(module, "funcol", WithoutMaximum)
 
 
-@lie("07", "operator|strategy|local_map", module="torch.distributed.tensor.experimental._func_map")
+@lie("07b", "operator|strategy|local_map", module="torch.distributed.tensor.experimental._func_map")
 def local_map_redistributes_nothing(module: Any) -> None:
     """`local_map` takes each rank's part as it is, whatever its placement, and redistributes nothing."""
 
@@ -274,10 +293,47 @@ def the_replica_follows_from_the_rank(text: str) -> str:
     return swap(text, "+ mesh.get_local_rank(name)", '+ dist.get_rank() // mesh[\\"tp\\"].size()')
 
 
-@lie("07", "dropout|seed", notebook=True)
+@lie("07b", "dropout|seed", notebook=True)
 def each_ranks_own_numbers_are_the_same(text: str) -> str:
     """The random numbers for the dropout of parts begin with the same seed on every rank."""
-    return swap(text, "torch.manual_seed(seed + dist.get_rank())", "torch.manual_seed(seed)")
+    return swap(text, "seed * dist.get_world_size() + dist.get_rank()", "seed * dist.get_world_size()")
+
+
+@lie("07b", "dropout|seed|pattern", notebook=True)
+def a_pattern_wanders_from_rank_to_rank(text: str) -> str:
+    """The seed for the dropout of parts has the rank added, so that patterns repeat with the next seed."""
+    return swap(text, "seed * dist.get_world_size() + dist.get_rank()", "seed + dist.get_rank()")
+
+
+@lie("07b", "dropout|seed|pattern", notebook=True)
+def all_layers_drop_the_same_places(text: str) -> str:
+    """The seed for the dropout of parts does not depend on the layer."""
+    return swap(text, "(step * micro_batches + micro_batch) * layers + layer", "step * micro_batches + micro_batch")
+
+
+@lie("07b", "recomput|dropout", notebook=True)
+def own_numbers_continue_where_they_were(text: str) -> str:
+    """`own_numbers` is not seeded where it is entered, so recomputation in backward drops other places."""
+    return swap(text, "torch.manual_seed(seed * dist.get_world_size() + dist.get_rank())", "torch.seed()")
+
+
+@lie("07", "tie|head", notebook=True)
+def a_tied_weight_stays_tied(text: str) -> str:
+    """`parallelize_module` leaves a weight that two modules share shared."""
+    divided = 'parallelize(tie(build()), mesh[\\"tp\\"], sequence=True, split_loss=True)'
+    return swap(text, divided, f"tie({divided})")
+
+
+@lie("07", "whole|keep|kept", notebook=True)
+def sequence_parallelism_keeps_no_fewer_tensors(text: str) -> str:
+    """Sequence parallelism keeps as many whole tensors for backward as tensor parallelism alone."""
+    return swap(text, "parallelize(build(layers=2), mesh, sequence=sequence)", "parallelize(build(layers=2), mesh)")
+
+
+@lie("07", "norm|mesh|frozen", notebook=True)
+def a_frozen_weight_has_a_norm(text: str) -> str:
+    """The function that combines the norms of several meshes takes weights that have no gradient, too."""
+    return swap(text, "if parameter.grad is None:", "if False:")
 
 
 @lie("07", "shape|gradient", notebook=True)
@@ -320,7 +376,7 @@ def the_embedding_is_not_divided_in_the_model(text: str) -> str:
     return swap(text, 'plan = {\\"level\\": level, \\"blocks.0\\": cut,', 'plan = {\\"blocks.0\\": cut,')
 
 
-@lie("07", "type|collective", module="spmd_types.checker")
+@lie("07b", "type|collective", module="spmd_types.checker")
 def the_checker_of_types_checks_nothing(module: Any) -> None:
     """`spmd_types` takes every operation for right."""
     replace(module, "typecheck", contextlib.nullcontext)
@@ -517,6 +573,12 @@ def the_copies_are_added_in_the_dtype_of_the_tokens(text: str) -> str:
     """The copies of a token are added up in the dtype of the tokens, though their weights are float32."""
     summed = "return out.index_add(0, token, weighted).to(x.dtype)"
     return swap(text, summed, "return out.to(x.dtype).index_add(0, token, weighted)")
+
+
+@lie("09c", "norm|clip", notebook=True)
+def each_rank_clips_by_the_experts_that_it_has(text: str) -> str:
+    """The norm of the gradient has only the experts at this rank's place along `ep`."""
+    return swap(text, "dist.all_reduce(squares, group=ep_group)", "dist.barrier(group=ep_group)")
 
 
 @lie("09c", "divisor|FSDP", module=FSDP)
