@@ -219,7 +219,9 @@ TESTS = {  # by which other test a line is run
     f"cd jobs && sbatch {TRAINER}.sbatch --epochs 50": f"{SLURM}a_job_that_is_stopped_preempted_and_loses_a_node",
     "python -m helpers export 12 --out jobs": rf"{BATCH_FILE}::\"export\", \"12\", \"--out\", \"jobs\"",
     f"cp {TRAINER}.py jobs": f"{BATCH_FILE}::shutil.copy(mine, scratch /",
-    "scontrol show config | grep -E 'KillWait|PreemptParameters'": f"{SLURM}a_job_that_its_user_signals",
+    "scontrol show config | grep -E 'KillWait|PreemptParameters|SchedulerParameters'": (
+        f"{SLURM}a_job_that_its_user_signals"
+    ),
     "scontrol show partition | grep GraceTime": f"{SLURM}a_job_that_its_user_signals",
     "scontrol requeue": f"{SLURM}the_node_of_the_root_cause_is_excluded_when_it_has_failed_twice",
     "scontrol show hostnames": f"{SLURM}a_job_that_is_stopped_preempted_and_loses_a_node",

@@ -1,5 +1,6 @@
 """tools/set_up.py: which PyTorch it takes, and what it says when it cannot go on. No test here needs the network."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -135,6 +136,43 @@ def test_a_gpu_that_pytorch_cannot_use_is_said(answer, tmp_path, monkeypatch, ca
     set_up.set_up(folder, None)
     assert (set_up.NO_GPU_FOR_TORCH in capsys.readouterr().out) == (answer == "False")
     assert (folder / "ready").exists()
+
+
+def git(folder, *arguments):
+    return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True)
+
+
+def test_a_clone_gets_the_filter_that_keeps_stored_outputs(tmp_path, monkeypatch):
+    """A notebook that a reader has run is no change for git, and neither is a second set-up."""
+    (tmp_path / "tools" / "lab").mkdir(parents=True)
+    program = "tools/lab/keep_stored_outputs.py"
+    shutil.copy(ROOT / program, tmp_path / program)
+    shutil.copy(ROOT / ".gitattributes", tmp_path)
+    cell = {"cell_type": "code", "id": "a", "source": ["1 + 1"], "outputs": [], "execution_count": 1, "metadata": {}}
+    notebook = {"cells": [cell], "metadata": {"language_info": {"name": "python"}}}
+    file = tmp_path / "a.ipynb"
+    file.write_text(json.dumps(notebook))
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "add", ".")
+    monkeypatch.setattr(set_up, "ROOT", tmp_path)
+    for _ in range(2):
+        set_up.set_up_git()
+    command = git(tmp_path, "config", "--get-all", "filter.stored-outputs.clean").stdout
+    assert command == f'"{sys.executable}" {program} %f\n'
+
+    cell["execution_count"] = 7  # as Jupyter saves it after a run
+    notebook["metadata"]["language_info"]["version"] = "3.12.1"
+    file.write_text(json.dumps(notebook))
+    assert git(tmp_path, "diff", "--name-only").stdout == ""
+    cell["source"] = ["1 + 2"]
+    file.write_text(json.dumps(notebook))
+    assert git(tmp_path, "diff", "--name-only").stdout == "a.ipynb\n"
+
+
+def test_a_copy_without_git_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(set_up, "ROOT", tmp_path)
+    monkeypatch.setattr(subprocess, "run", pytest.fail)
+    set_up.set_up_git()
 
 
 def test_an_old_python_is_refused_in_two_lines(tmp_path, monkeypatch, capsys):

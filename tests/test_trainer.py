@@ -1509,6 +1509,152 @@ def test_a_save_that_came_late_stays_as_the_first_of_its_interval(script, tmp_pa
     assert names == [f"step_{step:08}.pt" for step in (5, 8, 12, 14)]
 
 
+# --- what a resume, a schedule and a scaler must not lose -------------------------------------------------------------
+
+
+def test_the_rate_rises_to_its_highest_and_falls_to_its_lowest(script):
+    factor = loaded(script).lr_factor
+    args = settings(script, "--warmup=10", "--min-lr=0.2")
+    assert [factor(step, 50, args) for step in (1, 5, 10, 11, 31)] == pytest.approx([0.1, 0.5, 1, 1, 0.6])
+    assert 0.2 < factor(50, 50, args) < 0.202
+
+
+def states_before_and_after_a_resume(path, args):
+    """Of a training that is saved, and of a new one that loads it: what a few steps would not show."""
+    trainer = loaded(path)
+    states = []
+    for is_resumed in (False, True):
+        training = trainer.build_training(args, CPU)
+        checkpoints = trainer.Checkpoints(args)
+        if is_resumed:
+            checkpoints.load(training)
+        else:
+            training.scaler.scale(torch.ones(()))  # without it, the scaler has no scale yet
+            training.scaler.update(1024.0)
+            for average in training.ema.average.values():
+                trainer.local(average).fill_(0.125)
+            training.ema.num_updates = 7
+            training.step = 3
+            training.best_loss = 0.5
+            checkpoints.save(training)
+        averages = [trainer.local(average).flatten().tolist() for average in training.ema.average.values()]
+        numbers = (training.scaler.get_scale(), training.ema.num_updates, training.step, training.best_loss)
+        states.append((numbers, averages))
+    return states
+
+
+@pytest.mark.parametrize("shard", ["--shard", "--no-shard"])
+def test_a_resume_has_the_scale_the_average_and_the_best_loss(script, tmp_path, shard):
+    flags = ["--dtype=float16", "--ema=0.9", "--width=8", "--resume", shard, f"--checkpoint-dir={tmp_path}"]
+    for before, after in launch(states_before_and_after_a_resume, str(script), settings(script, *flags), nproc=2):
+        assert before[0] == (1024.0, 7, 3, 0.5)
+        assert after == before
+
+
+def rows_of_skips(path):
+    trainer = loaded(path)
+    skipped = trainer.SkippedSteps(CPU)
+    rows = []
+    for is_finite in (True, False, False, True, False):
+        skipped.add(torch.tensor(is_finite))
+        rows.append((int(skipped.total), int(skipped.in_a_row), int(skipped.longest_row)))
+    return rows
+
+
+def test_a_good_step_ends_a_row_of_skipped_ones(script):
+    assert rows_of_skips(script) == [(0, 0, 0), (1, 1, 1), (2, 2, 2), (2, 0, 2), (3, 1, 2)]
+
+
+def steps_in(path, all_args):
+    """(the norm, the change of the weights) of a first step with each of these settings."""
+    trainer = loaded(path)
+    generator = torch.Generator().manual_seed(1)
+    batch = (torch.rand(96, 64, generator=generator), torch.arange(96) % 10)
+    results = []
+    for args in all_args:
+        training = trainer.build_training(args, CPU)
+        before = nn.utils.parameters_to_vector(training.model.parameters()).detach().clone()
+        _, norm = trainer.take_step(training, [batch], 1, args)
+        after = nn.utils.parameters_to_vector(training.model.parameters()).detach()
+        results.append((norm.item(), after - before))
+    return results
+
+
+@pytest.mark.parametrize("max_norm", [0, 0.1])
+def test_float16_clips_the_norm_of_the_gradient_and_not_of_the_scaled_one(script, max_norm):
+    all_args = [settings(script, f"--dtype={dtype}", f"--max-norm={max_norm}") for dtype in ("float32", "float16")]
+    [[(norm, change), (norm_of_float16, change_of_float16)]] = launch(steps_in, str(script), all_args, nproc=1)
+    assert norm_of_float16 == pytest.approx(norm, rel=0.01)
+    assert (change_of_float16 - change).norm() < 0.02 * change.norm()
+    assert norm > 0.1  # so that the second one is clipped
+
+
+def test_each_micro_batch_of_each_rank_has_a_dropout_of_its_own(script):
+    trainer = loaded(script)
+    places = []
+    trainer.seed_all = lambda *place: places.append(place)
+    for rank in range(2):
+        with (
+            mock.patch.object(dist, "get_rank", lambda rank=rank: rank),
+            mock.patch.object(dist, "get_world_size", lambda: 2),
+        ):
+            for i in range(2):
+                trainer.seed_micro_batch(7, i, settings(script))
+    assert places == [("step", 0, 7, number) for number in (0, 2, 1, 3)]
+
+
+def norms_and_lengths(path, all_args):
+    """(the norm, the length of the change of the weights) of a first step with each of these settings."""
+    trainer = loaded(path)
+    batch = (torch.ones(48, 64), torch.zeros(48, dtype=torch.int64))
+    results = []
+    for args in all_args:
+        training = trainer.build_training(args, CPU)
+        before = [trainer.local(param).detach().clone() for param in training.model.parameters()]
+        _, norm = trainer.take_step(training, [batch], 1, args)
+        after = [trainer.local(param).detach() for param in training.model.parameters()]
+        square = sum((new - old).square().sum() for new, old in zip(after, before, strict=True))
+        if args.shard:
+            dist.all_reduce(square)
+        results.append((norm.item(), square.sqrt().item()))
+    return results
+
+
+def test_a_sharded_gradient_is_clipped_by_the_norm_of_the_whole(script):
+    all_args = [settings(script, "--max-norm=0.1", flag) for flag in ("--no-shard", "--shard")]
+    for of_ddp, of_fsdp in launch(norms_and_lengths, str(script), all_args, nproc=2):
+        assert of_fsdp == pytest.approx(of_ddp, rel=1e-4)
+        norm, length = of_ddp
+        assert norm > 0.1  # it is clipped
+        assert length == pytest.approx(0.1 * 0.1, rel=1e-4)  # the rate times the limit
+
+
+class TellsItsEpoch(torch.utils.data.Dataset):
+    epoch = None
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return self.epoch
+
+
+def epochs_of_micro_batches(path, args, start_step):
+    trainer = loaded(path)
+    batches = trainer.MicroBatches(TellsItsEpoch(), args)
+    micro_batches = trainer.islice(batches.of_map_style(start_step), 4)
+    return [set(batches.read_samples(micro_batch)) for micro_batch in micro_batches]
+
+
+def test_a_data_set_that_shuffles_by_epoch_hears_of_each_one(script):
+    args = settings(script, "--batch-size=8")
+    assert launch(epochs_of_micro_batches, str(script), args, 0, nproc=1) == [[{0}, {0}, {1}, {1}]]
+    assert launch(epochs_of_micro_batches, str(script), args, 5, nproc=1) == [[{2}, {3}, {3}, {4}]]
+
+
 def kinds_of_errors(path, args):
     trainer = loaded(path)
 

@@ -7,13 +7,13 @@ var bookSearch = (() => {
       "here how i if implement in into is isn issue it its ll m many may me most multi multipl multiple my " +
       "necessary need needs no not now of on or our please possible problem properly question re really right " +
       "s several should simple so some still support supported t than that the their them then there these " +
-      "they thing this to try trying understand until us use used using ve very via want was way we were what " +
+      "they thing this to torch try trying understand until us use used using ve very via want was way we were what " +
       "when where which while who why will with work working works would you your").split(" "),
   );
   // Words for the same thing. The first of a line stands for all of them.
   const SAME = new Map(
     [
-      "hang deadlock deadlocks freeze freezes stall stalls stuck",
+      "hang hung deadlock deadlocks freeze freezes frozen stall stalls stuck",
       "evaluation eval val validate validated validates validating validation",
       "preemption spot sigterm",
       "synchronize sync synced",
@@ -27,10 +27,12 @@ var bookSearch = (() => {
       "uneven unequal imbalanced unbalanced",
       "checkpoint ckpt ckpts",
       "gradient grad grads",
-      "node host hosts machine machines computer multinode",
+      "node host hosts machine machines computer multinode internode",
       "gpu multigpu",
       "memory ram",
       "slow slower",
+      "utilization utilisation util",
+      "fail failed fails failure failures crash crashes crashed",
       "fast faster",
       "loader dataloader dataloaders",
       "1 one single",
@@ -57,12 +59,17 @@ var bookSearch = (() => {
     [/\bcontext[- ]parallel(?:ism)?\b/gi, "cp"],
     [/\bexpert[- ]parallel(?:ism)?\b/gi, "ep"],
     [/\bmixture of experts/gi, "moe"],
+    [/\b(?:main|master) process\b|\brank[- ](?:0|zero)\b/gi, "rankzero"],
     [/\bmixed precision/gi, "amp"],
     [/\blearning rate/gi, "lr"],
     [/\bout of memory|memory runs out|runs out of \w*memory/gi, "oom"],
     [/\btim(?:e|es|ed|ing) out\b/gi, "timeout"],
     [/\b(?:gradient|activation) checkpointing|\brecomput\w+/gi, "activation checkpointing"],
   ];
+  // What the decision guide compares. A run that is slow "compared to" another is no question for it.
+  const METHODS = new Set(
+    "ddp dp fsdp fsdp1 fsdp2 hsdp tp pp cp ep zero deepspeed megatron shard tensor pipelin".split(" "),
+  );
   const COMPARING = new Set("vs versus compar differenc difference between".split(" "));
   const NAME = /[\p{L}\p{N}]+(?:[_-][\p{L}\p{N}]+)*/gu;
   const PART = /\p{Lu}+(?!\p{Ll})\p{N}*|\p{Lu}?[\p{Ll}\p{N}]+|[\p{L}\p{N}]+/gu;
@@ -99,6 +106,15 @@ var bookSearch = (() => {
   function terms(text) {
     const abbreviations = ABBREVIATIONS.flatMap(([long, short]) => (text.match(long) ?? []).map(() => short));
     return [...termsOfWords(text), ...abbreviations.flatMap(termsOfName)];
+  }
+
+  // The terms of a query. What has an abbreviation counts as one term, or "distributed data parallel" would be about data
+  // three times more than about anything else that was typed. A name such as fully_shard is kept beside it.
+  function termsOfQuery(query) {
+    let text = query;
+    for (const [long, short] of ABBREVIATIONS)
+      text = text.replace(long, (words) => (words.includes("_") ? `${words} ${short}` : short));
+    return termsOfWords(text);
   }
 
   // A text without all that differs between two prints of the same error: case, spaces, punctuation, numbers.
@@ -144,19 +160,20 @@ var bookSearch = (() => {
   const GUIDE = "notebooks/decision_guide";
   const VARIABLES = "notebooks/environment_variables";
 
-  const DEFINITION = /^\s*(?:what(?:'?s|\s+(?:is|are|does))|define|definition of|meaning of)\s+(?:(?:an?|the)\s+)?(.+?)(?:\s+(?:means?|stands? for).*)?[?\s]*$/i;
+  const DEFINITION =
+    /^\s*(?:what(?:'?s|\s+(?:is|are|does))|define|explain|definition of|meaning of)\s+(?:(?:an?|the)\s+)?(.+?)(?:\s+(?:actually\s+)?(?:means?|do|stands? for).*|\s+meaning)?[?\s]*$/i;
 
   // What somebody asks for.
   function understand(query) {
     const isComparison = /\b(vs|versus|compared (to|with)|difference between)\b|\S \bor\b \S/i.test(query);
-    const all = [...new Set(terms(query))];
+    const all = [...new Set(termsOfQuery(query))];
     const telling = all.filter((term) => !COMMON.has(term) && !(isComparison && COMPARING.has(term)));
     return {
       terms: telling.length ? telling : all,
       lastTerm: termsOfWords(query).at(-1), // somebody may still be typing it
       pairs: pairsOf(query),
       text: ` ${plain(query)} `,
-      isComparison,
+      comparesMethods: isComparison && telling.some((term) => METHODS.has(term)),
       defined: query.match(DEFINITION)?.[1], // the word whose meaning is asked for
       hasVariable: /\b[A-Z]+_[A-Z_\d]+\b/.test(query),
       isLong: telling.length > 3,
@@ -248,7 +265,7 @@ var bookSearch = (() => {
       if (/\/\d+[a-z]_/.test(page)) weight *= 0.9; // a practice page comes after its chapter
       if (page === GLOSSARY) weight = asked.defined ? 1.5 : asked.terms.length > 2 ? 0.4 : 0.6;
       if (page === VARIABLES && asked.hasVariable) weight = 1;
-      if (asked.isComparison && page === GUIDE && heading.startsWith("Which")) weight *= 16;
+      if (asked.comparesMethods && page === GUIDE && heading.startsWith("Which")) weight *= 16;
       if (sectionsNamed.get(heading) > 3) weight *= 0.4; // a heading that many chapters have says little
       return weight;
     }
@@ -257,13 +274,14 @@ var bookSearch = (() => {
     // such as MFU (model FLOPs utilisation).
     function isMeaning([page, , headings], asked) {
       if (page !== GLOSSARY || !asked.defined) return false;
-      const meant = plain(asked.defined);
-      return [headings.at(-1), ...headings.at(-1).split(/[()]/)].some((name) => sameTerms(name, meant));
+      const meant = asked.defined;
+      return [headings.at(-1), ...headings.at(-1).split(/[()]/)].some((name) => sameName(name, meant));
     }
 
-    function sameTerms(one, other) {
-      const [these, those] = [termsOfWords(one), termsOfWords(other)];
-      return these.length > 0 && these.join(" ") === those.join(" ");
+    // Whether two names are the same, such as all-reduce, all reduce and all-reduces.
+    function sameName(one, other) {
+      const [these, those] = [one, other].map((name) => stem(name.toLowerCase().replace(/[^\p{L}\p{N}]/gu, "")));
+      return these.length > 0 && these === those;
     }
 
     function pairsOfEntry(id) {

@@ -223,7 +223,7 @@ def the_float16_hook_sends_float32(module: Any) -> None:
 @lie("04b", "SyncBatchNorm", module="torch.nn.modules.batchnorm")
 def batchnorms_are_not_converted(module: Any) -> None:
     """`convert_sync_batchnorm` returns the model as it is."""
-    replace(module.SyncBatchNorm, "convert_sync_batchnorm", lambda model: model)
+    replace(module.SyncBatchNorm, "convert_sync_batchnorm", lambda model, process_group=None: model)
 
 
 @lie("04b", "method", module=DDP)
