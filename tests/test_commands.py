@@ -223,6 +223,8 @@ TESTS = {  # by which other test a line is run
         f"{SLURM}a_job_that_its_user_signals"
     ),
     "scontrol show partition | grep GraceTime": f"{SLURM}a_job_that_its_user_signals",
+    "squeue --me": f"{SLURM}a_job_that_its_user_ends_does_not_come_back",
+    "scancel JOB": f"{SLURM}a_job_that_its_user_ends_does_not_come_back",
     "scontrol requeue": f"{SLURM}the_node_of_the_root_cause_is_excluded_when_it_has_failed_twice",
     "scontrol show hostnames": f"{SLURM}a_job_that_is_stopped_preempted_and_loses_a_node",
     "sbatch --test-only FILE": f"{SLURM}slurm_reads_the_lines_that_a_reader_may_complete",
@@ -262,6 +264,8 @@ NOT_HERE = {  # why a line cannot be run here
     """pdsh -w node[1-8] "dmesg -T | grep -E 'NVRM: Xid|Out of memory'\"""": "reads other hosts' kernel messages",
     "sacct -j 4711 --duplicates -X -P --format=JobID,State,Start,End,ElapsedRaw": "the tests' Slurm has no accounting",
     "scancel 4711": "names a job of a cluster",
+    "scontrol show job 4711 | grep -o 'mem=[^,]*'": "names a job of a cluster",
+    f"tail -f {TRAINER}-JOB.out": "follows what a job of a cluster prints",
     f"cd {TRAINER}-4711 && mkdir spoiled && mv step_00000080.pt step_00000090.pt spoiled/": "names a job's checkpoints",
     f"cd .. && JOB_FOLDER={TRAINER}-4711 sbatch {TRAINER}.sbatch --epochs 50 --seed 1 --allow-change seed": (
         "names a job of a cluster"

@@ -254,6 +254,7 @@ time.sleep(1000)
 def test_a_job_that_its_user_ends_does_not_come_back(cluster, submit):
     job = submit(WAITING, "--nodes=1")
     job.wait_for_training(0)
+    assert f" {job.number} " in job.cluster.run("squeue", "--me")
     job.cancel()
     assert "JobState=CANCELLED" in job.wait_for_end()
     assert (job.work / "stopped").exists()

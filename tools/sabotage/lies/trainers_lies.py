@@ -412,6 +412,30 @@ def the_log_has_no_times(text: str) -> str:
     return swap(text, r"print(f\"{now} step {step}", r"print(f\"step {step}")
 
 
+@lie("13b", "log|open_log|alert", notebook=True)
+def a_missing_log_is_an_empty_one(text: str) -> str:
+    """For the alert, a log that is not there is one without lines."""
+    return swap(text, r"log = None\n", r"log = \"\"\n", times=2)  # in the cell, and in the file that it prints
+
+
+@lie("13b", "held|alert", notebook=True)
+def a_held_job_waits_its_turn(text: str) -> str:
+    """The alert takes a job that Slurm holds for one that waits for nodes."""
+    return swap(text, 'if \\"held\\" in reason.lower() or reason', "if reason", times=2)
+
+
+@lie("13b", "squeue|ended|alert", notebook=True)
+def a_squeue_that_fails_means_the_end(text: str) -> str:
+    """If `squeue` fails, whatever its reason, the alert says that the job has ended."""
+    return swap(text, "if answer.returncode == 0 or", "if answer.returncode >= 0 or", times=2)
+
+
+@lie("13b", "alert|trouble|once", notebook=True)
+def the_alert_repeats_itself(text: str) -> str:
+    """The alert says of a job that has ended every five minutes that it has."""
+    return swap(text, "if name.isupper() and name not in before:", "if name.isupper():", times=2)
+
+
 @lie("13b", "goodput|repeated|kept", notebook=True)
 def a_repeated_step_counts_twice(text: str) -> str:
     """Goodput counts a step that was taken again after a restart both times."""
