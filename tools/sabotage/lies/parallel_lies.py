@@ -107,7 +107,13 @@ def a_slow_stage_sleeps_no_longer(text: str) -> str:
 @lie("08", "norm|clip", notebook=True)
 def each_stage_clips_by_its_own_norm(text: str) -> str:
     """`clip_together` does not add up the ranks' squares."""
-    return swap(text, "dist.all_reduce(squares)", "pass")
+    return swap(text, "dist.all_reduce(squares, group=group)", "pass")
+
+
+@lie("08", "norm|clip|replica", notebook=True)
+def replicas_are_counted_again_in_the_norm(text: str) -> str:
+    """`clip_together` adds up the squares of all ranks, and not of one pipeline alone."""
+    return swap(text, "dist.all_reduce(squares, group=group)", "dist.all_reduce(squares)")
 
 
 @lie("08", "finite|nan", notebook=True)
@@ -259,6 +265,19 @@ def a_fused_weight_is_not_reordered(text: str) -> str:
 def copies_of_the_keys_need_no_sum(text: str) -> str:
     """The ranks share a head of keys and values, and nobody sums its gradient."""
     return swap(text, "return CopyToRanks.apply(output, group)", "return output")
+
+
+@lie("07", "norm|heads|gradient", notebook=True)
+def norms_of_queries_and_keys_are_left_out(text: str) -> str:
+    """The norms of queries and keys are not in the plan, and nobody sums their gradients."""
+    plan = 'plan = MATRICES | {\\"query_norm\\": on_heads, \\"key_norm\\": on_heads}'
+    return swap(text, plan, "plan = MATRICES")
+
+
+@lie("07", "message|bandwidth", notebook=True)
+def a_message_of_32_mib_gets_the_whole_bandwidth(text: str) -> str:
+    """A message of 32 MiB travels as fast as one of a gigabyte."""
+    return swap(text, "OF_32_MIB = 298 / 481", "OF_32_MIB = 1")
 
 
 @lie("07", "all-reduce|one|sum", module="torch.distributed.tensor.parallel.style")
@@ -513,6 +532,24 @@ def gathering_counts_only_the_forward(text: str) -> str:
 def each_rank_balances_its_own_experts(text: str) -> str:
     """The balance loss counts only this rank's tokens."""
     return swap(text, "    dist.all_reduce(everywhere, group=group)", "    dist.get_world_size()")
+
+
+@lie("09c", "balance|average|ranks", notebook=True)
+def the_balance_loss_is_not_multiplied_by_the_ranks(text: str) -> str:
+    """The parts of the balance loss sum to it over the ranks, though FSDP averages."""
+    return swap(text, "return dist.get_world_size(group) * part_of_rank", "return part_of_rank")
+
+
+@lie("09c", "bias|buffer|bfloat16", notebook=True)
+def the_expert_bias_is_cast_with_its_layer(text: str) -> str:
+    """The bias of the experts becomes bfloat16 with the rest of the layer."""
+    return swap(text, "layer.bias = layer.bias.float()", "layer.bias = layer.bias.bfloat16()")
+
+
+@lie("09c", "time to send|backward|step", notebook=True)
+def a_step_of_experts_has_no_backward(text: str) -> str:
+    """The cost of experts takes the operations of forward for those of a step."""
+    return swap(text, "operations = (6 + 12) * hidden", "operations = 6 * hidden")
 
 
 @lie("09c", "token|expert", notebook=True)

@@ -418,6 +418,12 @@ def a_missing_log_is_an_empty_one(text: str) -> str:
     return swap(text, r"log = None\n", r"log = \"\"\n", times=2)  # in the cell, and in the file that it prints
 
 
+@lie("13b", "held|alert", notebook=True)
+def a_held_job_waits_its_turn(text: str) -> str:
+    """The alert takes a job that Slurm holds for one that waits for nodes."""
+    return swap(text, 'if \\"held\\" in reason.lower() or reason', "if reason", times=2)
+
+
 @lie("13b", "squeue|ended|alert", notebook=True)
 def a_squeue_that_fails_means_the_end(text: str) -> str:
     """If `squeue` fails, whatever its reason, the alert says that the job has ended."""
