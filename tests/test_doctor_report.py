@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import ROOT
 from slurm_cluster import STEP
 
 from helpers.doctor import driver, facts, membership, trials
@@ -172,10 +173,16 @@ def test_what_the_driver_does_not_say(tmp_path, monkeypatch):
     assert (health.uncorrected_errors, health.slowdowns) == (None, ("sw_thermal_slowdown",))
     assert health.not_read == ("Xids in dmesg: dmesg: read kernel buffer failed: Operation not permitted",)
     lines = report(findings(2, gpus=True, rank0={"health": health})).text
-    assert "driver    0 uncorrected memory errors on 1 of 2 GPUs that count them" in lines
-    assert "not read: Xids in dmesg: dmesg: read kernel buffer failed: Operation" in lines
+    assert "driver    uncorrected memory errors: 0, counted by 1 of 2 GPUs" in lines
+    assert "not read: Xids in dmesg: dmesg: read kernel buffer failed: Operation not permitted" in lines
     commands(tmp_path, monkeypatch, nvidia_smi="#!/bin/sh\necho another form\n")
     assert driver.health_of_gpu("1234").not_read == ("nvidia-smi: an answer of another form: another form",)
+
+
+def test_the_doctor_and_chapter_13b_agree_which_xids_are_bad():
+    chapter = (ROOT / "notebooks" / "13b_keep_gpus_busy.ipynb").read_text()
+    numbers = ", ".join(str(number) for number in sorted(driver.BROKEN))
+    assert f"BROKEN = {{{numbers}}}" in chapter
 
 
 # --- what findings mean -----------------------------------------------------------------------------------------------

@@ -136,15 +136,14 @@ def lines_about_drivers(findings: Findings) -> Iterator[str]:
     healths = [facts.health for facts in findings.facts.values() if facts.health is not None]
     if not healths:
         return
-    telling = [health for health in healths if health.uncorrected_errors is not None]
+    counts = [health.uncorrected_errors for health in healths if health.uncorrected_errors is not None]
     slowed = [health for health in healths if health.slowdowns]
     with_xids = [health for health in healths if health.xids]
-    errors = sum(health.uncorrected_errors or 0 for health in telling)
-    yield f"driver    {errors} uncorrected memory errors on {len(telling)} of {len(healths)} GPUs that count them"
-    yield f"          {len(slowed)} GPUs slowed down, {len(with_xids)} with a bad Xid since their host has started"
+    yield f"driver    uncorrected memory errors: {sum(counts)}, counted by {len(counts)} of {len(healths)} GPUs"
+    yield f"          seen: {len(slowed)} GPUs slowed down, {len(with_xids)} with a bad Xid"
     reasons = sorted({reason for health in healths for reason in health.not_read})
     for reason in reasons:
-        yield f"          not read: {reason}"[:80]
+        yield f"          not read: {reason}"
 
 
 def lines_about_connections(findings: Findings) -> Iterator[str]:
