@@ -248,6 +248,8 @@ NOT_HERE = {  # why a line cannot be run here
     "make test ALL=1 TORCH=2.16.0": "there is no PyTorch 2.16 yet",
     "make bench": "installs other libraries from PyPI, and needs an idle machine",
     "make bench ARGS=--record": "as make bench",
+    "make bench ARGS=--trainer": "as make bench",
+    "scontrol release": "the job is held by Slurm after a failed start, which no test makes happen",
     "make sabotage ARGS=--jobs=2": "takes hours; .ci/run daily runs it with one job",
     "make sabotage ARGS=no_sync_that_syncs": "test_sabotage.py tells three other lies; .ci/run daily tells this one",
     "export NCCL_SOCKET_IFNAME=eth0": "only NCCL reads it, on GPUs",

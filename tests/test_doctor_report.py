@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
 from slurm_cluster import STEP
 
 from helpers.doctor import driver, facts, membership, trials
@@ -20,6 +19,7 @@ from helpers.doctor.plan import read_plan
 from helpers.doctor.problems import notes, problems, span
 from helpers.doctor.report import report
 from helpers.doctor.trials import COLLECTIVES, Speeds, Trial
+from helpers.export.chapters import find_notebook
 from helpers.planner.plan import plan
 from helpers.planner.report import tables
 
@@ -180,7 +180,7 @@ def test_what_the_driver_does_not_say(tmp_path, monkeypatch):
 
 
 def test_the_doctor_and_chapter_13b_agree_which_xids_are_bad():
-    chapter = (ROOT / "notebooks" / "13b_keep_gpus_busy.ipynb").read_text()
+    chapter = find_notebook("13b").read_text()
     numbers = ", ".join(str(number) for number in sorted(driver.BROKEN))
     assert f"BROKEN = {{{numbers}}}" in chapter
 

@@ -5,6 +5,8 @@ It imports little, because the ranks of these tests import it, too.
 
 import importlib.util
 
+import torch
+
 
 def loaded(path):
     """The script as a module. ``path`` may be text, which can be sent to ranks."""
@@ -39,8 +41,8 @@ class Device:
     item = synchronize = wait
 
     def isfinite(self):
-        """The host asks for it, so it waits."""
-        return self.wait() == 1.0
+        """The answer stays on the device, so the host does not wait."""
+        return torch.tensor(True)
 
     def hour(self, *arguments):
         """The host is busy for an hour."""
