@@ -577,6 +577,19 @@ def the_scalers_state_has_no_count(module: Any) -> None:
         return original(self) | {"_growth_tracker": 0}
 
 
+@lie("04", "share|forward|averaged", notebook=True)
+def the_exchange_is_measured_with_backward(text: str) -> str:
+    """The seconds of backward contain the all-reduce."""
+    lines = 'with model.no_sync():\\n",\n    "            start'
+    return swap(text, lines, lines.replace("with model.no_sync():", "if True:"))
+
+
+@lie("04b", "compile|names", notebook=True)
+def compiling_in_place_renames_weights(text: str) -> str:
+    """`model.compile()` gives a checkpoint names that begin with `_orig_mod.`."""
+    return swap(text, "in_place.compile()", "in_place = torch.compile(in_place)")
+
+
 @lie("cheat_sheet", "mean|targets|gradient", notebook=True)
 def a_step_is_a_mean_of_means(text: str) -> str:
     """Each micro-batch of each rank counts alike, however many targets it has."""
