@@ -1902,11 +1902,9 @@ def speeds_by_a_slow_clock(path, args):
     device = Device()
     records = []
 
-    norm = SimpleNamespace(item=device.wait, isfinite=lambda: torch.tensor(True))
-
     def step(*arguments):
         device.step()
-        return torch.ones(2, 2, dtype=torch.float64), norm
+        return torch.ones(2, 2, dtype=torch.float64), device  # the norm, which is on the device
 
     def evaluate(*arguments):
         device.hour()

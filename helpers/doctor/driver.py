@@ -97,7 +97,7 @@ def reason(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return "there is no such command"
     if isinstance(error, subprocess.CalledProcessError):
-        words = (error.stderr or error.stdout or "").strip()
-        if words:
-            return words.splitlines()[-1][:80]
+        for words in (error.stderr, error.stdout):  # nvidia-smi writes its errors to its standard output
+            if words and words.strip():
+                return words.strip().splitlines()[-1][:80]
     return str(error).splitlines()[0][:80]
