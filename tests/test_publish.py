@@ -68,8 +68,10 @@ def test_an_older_pytorch_gets_the_newer_names(monkeypatch):
     modules = {importlib.import_module(name): names for name, names in NEWER_NAMES.items()}
     for module, names in modules.items():
         for newer, older in names.items():
-            monkeypatch.delattr(module, newer, raising=False)
+            # Both are set before the newer one is deleted, so that monkeypatch takes back what use_newer_names adds.
+            monkeypatch.setattr(module, newer, object(), raising=False)
             monkeypatch.setattr(module, older, object(), raising=False)  # PyTorch may lack it one day
+            monkeypatch.delattr(module, newer)
     use_newer_names()
     for module, names in modules.items():
         for newer, older in names.items():

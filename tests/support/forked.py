@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -96,7 +97,9 @@ class Forked:
         """Wait for the end. Returns what ``forked`` returns."""
         self.process.join(timeout)
         status = self.process.exitcode
+        stacks = ""
         if status is None:
+            stacks = "".join(stack_of(pid) for pid in self.session())
             self.process.terminate()  # a rehearsal then ends its ranks
             self.process.join(10)
         leftovers.wait_until(lambda: not self.left())
@@ -108,9 +111,16 @@ class Forked:
         self.process.close()
         self.watch.close()
         out = Path(self.output.name, "out").read_text()
-        errors = Path(self.output.name, "errors").read_text()
+        errors = Path(self.output.name, "errors").read_text() + stacks
         self.output.cleanup()
         return status, out, errors, left
+
+
+def stack_of(pid):
+    """Where each thread of a process stands, so that the report of a hang says what hung."""
+    py_spy = Path(sys.executable).with_name("py-spy")
+    dump = subprocess.run([py_spy, "dump", "--native", f"--pid={pid}"], capture_output=True, text=True)
+    return dump.stdout + dump.stderr
 
 
 def do_work(work, environment, output, pipe):
