@@ -52,18 +52,26 @@ def exported(*cells):
 
 BECOMES = {  # {what: (cells, a part of the script)}
     "imports and definitions go up": (["x = 1", "import json\ndef f():\n    json"], "\n\n\ndef f():\n    json\n"),
-    "two on one line": (["a = 1; b = 2  # both"], "args):\n    a = 1\n    b = 2  # both\n    device"),
+    "two on one line": (["a = 1; b = 2  # both"], "args):\n    a = 1\n    b = 2  # both\n\n    device"),
     "constants are literals": (["N = 2\nM = 2 * 3\nx = N"], "\n\nN = 2\nM = 2 * 3\n\n\n"),
-    "what changes is main's": (["N = 2", "N = 3"], "    N = 2\n    N = 3\n"),
+    "what changes is main's": (["N = 2\nN = 3"], "    N = 2\n    N = 3\n"),
+    "a cell begins a paragraph": (["N = 2", "N = 3"], "    N = 2\n\n    N = 3\n"),
     "comments stay": (["# why\nx = 1  # one\n# last"], "    # why\n    x = 1  # one\n    # last\n"),
     "long ones go above": (["x = 1  # " + "why " * 22], f"    # {'why ' * 21}why\n    x = 1\n"),
     "strings of several lines do not move": (['x = """a\nb"""'], '    x = """a\nb"""\n'),
     "their imports, too": (["import json, os\nx = os", "-:%%time\njson"], "import argparse\nimport os\nimport time"),
-    "a parameter is a flag": (["p:lr: float = 1  # rate, 5%", "x = lr"], 'add("--lr", 1, "rate, 5%%", type=float)'),
+    "a parameter is a flag": (
+        ["p:lr: float = 1  # rate, 5%", "x = lr"],
+        'parser.add_argument("--lr", type=float, default=1,\n                        help="rate, 5%%")\n',
+    ),
+    "a long help text has several lines": (
+        ["p:n: int = 1  #" + " why" * 20, "x = n"],
+        'why "\n                             "why why',
+    ),
     "and args.NAME": (["p:größe: int = 1", 'x = f"ä{größe}"'], '    x = f"ä{args.größe}"\n'),
     "unless main changes it": (["p:n: int = 1", "n += 1"], "    n = args.n\n\n    n += 1\n"),
     "or a function has its own": (["p:n: int = 1", "f = lambda n: n\nx = n"], "    f = lambda n: n\n    x = n\n"),
-    "a switch": (["p:on: bool = True  # go", "x = on"], 'add("--on", True, "go", action=switch)'),
+    "a switch": (["p:on: bool = True  # go", "x = on"], '"--on", action=switch, default=True,\n'),
     "choices": (["p:from typing import Literal\nk: Literal['a', 'b'] = 'a'", "x = k"], """choices=["a", "b"]"""),
     "a comment above begins a group": (["p:# The run.\nn: int = 1", "x = n"], 'parser.add_argument_group("The run")'),
     "the title and the purpose": (

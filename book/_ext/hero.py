@@ -49,7 +49,7 @@ class Ending(StrEnum):
 
 
 LAST_SENTENCE = {  # what the picture says at the end; {sums} are the sums that would be right
-    Ending.HANG: "All four ranks wait for each other, for ever.",
+    Ending.HANG: "All four ranks wait for each other, until a timeout ends them.",
     Ending.WRONG: "The sums should be {sums}. No error is raised until the other ranks have ended.",
     Ending.LOST: "The other ranks have ended, so rank 0 loses its connection.",
     Ending.RIGHT: "Fixed: every rank makes the call, and the sums are right.",

@@ -148,7 +148,7 @@ def broken_gpus(findings: Findings) -> Iterator[Problem]:
             yield Problem(
                 f"The memory of the GPU of rank {rank} on {facts.host} has uncorrected errors: "
                 f"{facts.health.uncorrected_errors} since its last reset.",
-                f"Leave {facts.host} out, and ask for a reset of the GPU; if they come again, for another GPU.",
+                f"Leave {facts.host} out, and ask for a reset of the GPU; if they come back, for another GPU.",
             )
     yield from unevenly_divided_gpus(findings)
 

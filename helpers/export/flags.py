@@ -3,12 +3,14 @@
 import ast
 import json
 import re
+import textwrap
 from dataclasses import dataclass
 from typing import Any
 
 from helpers.export.notebook import ExportError, label
 from helpers.source import IMPORT, Statement
 
+WIDTH = 88  # characters of a line of a script
 KINDS = {  # the types that a parameter may have, by their names
     "int": int,
     "float": float,
@@ -26,63 +28,61 @@ class Annotation:
     choices: list[Any]  # the values that Literal[...] allows; none for a plain type
 
 
-def read_flags(parameters: list[Statement]) -> dict[str, str]:
-    """{parameter: the lines of the script that add its flag}, from the statements of a notebook's parameters cell.
+@dataclass(frozen=True)
+class Flag:
+    """A flag of the script, made of a parameter of the notebook."""
 
-    For example {"lr": 'add("--lr", 0.1, "learning rate")'}. A comment on a line of its own begins a group of flags.
-    Raises ExportError for a line that is not a parameter.
+    option: str  # such as --batch-size
+    kind: type
+    choices: list[Any]  # none, if each value of the type is allowed
+    default: str  # as Python's source
+    default_kind: type
+    help: str
+    heading: str  # of the group of flags that this one begins; empty for the others
+
+
+def read_flags(parameters: list[Statement]) -> dict[str, Flag]:
+    """{parameter: its flag}, from the statements of a notebook's parameters cell.
+
+    A comment on a line of its own begins a group of flags. Raises ExportError for a line that is not a parameter.
     """
-    flags: dict[str, str] = {}
+    flags: dict[str, Flag] = {}
     for statement in parameters:
         if not statement.code or isinstance(statement.node, IMPORT):
             continue
         try:
-            name, code = read_flag(statement)
+            name, flag = read_flag(statement)
         except (ValueError, KeyError, SyntaxError):
             raise ExportError(f"{label(statement)} is not a parameter. {PATTERN}") from None
         is_private = name.startswith("_")
         is_argparses_own = name in ("help", "args")
         if is_private or is_argparses_own or name in flags:
             raise ExportError(f"{label(statement)} cannot be a flag of its own. Choose another name.")
-        flags[name] = code
+        flags[name] = flag
     return flags
 
 
-def read_flag(statement: Statement) -> tuple[str, str]:
-    """Read a parameter of a notebook: (its name, the lines of the script that add its flag).
+def read_flag(statement: Statement) -> tuple[str, Flag]:
+    """Read a parameter of a notebook, such as ``lr: float = 0.1  # learning rate``: (its name, its flag).
 
-    ``lr: float = 0.1  # learning rate`` gives ("lr", 'add("--lr", 0.1, "learning rate")'). Raises ValueError, KeyError
-    or SyntaxError for a statement that is no parameter.
+    Raises ValueError, KeyError or SyntaxError for a statement that is no parameter.
     """
     [node] = ast.parse(statement.code).body  # whose columns count from the line's beginning
     if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name) or node.value is None:
         raise ValueError
     name = node.target.id
-    default = ast.literal_eval(node.value)
     annotation = read_annotation(ast.unparse(node.annotation))
-    arguments = [
-        quoted(f"--{name.replace('_', '-')}"),
-        ast.get_source_segment(statement.code, node.value),
-        quoted(help_of(statement, node, name).replace("%", "%%")),  # argparse formats help texts with the % operator
-    ]
-    if annotation.kind is bool:
-        arguments.append("action=switch")
-    else:
-        if annotation.choices:
-            arguments.append(f"choices={annotation.choices!r}")
-        # The script's add() takes the type from the default, unless it gets other options, such as choices. Then
-        # argparse takes text, unless it is told another type.
-        add_takes_another_type = annotation.kind is not type(default)
-        argparse_takes_text = bool(annotation.choices) and annotation.kind is not str
-        if add_takes_another_type or argparse_takes_text:
-            arguments.append(f"type={annotation.kind.__name__}")
-    code = f"add({', '.join(map(str, arguments))})"
-
-    # A comment above the parameter is the heading of a group of flags.
-    heading = " ".join(re.findall(r"^# *(.+?)\.?$", statement.above, re.MULTILINE))
-    if heading:
-        code = f"group = parser.add_argument_group({quoted(heading)})\n    {code}"
-    return name, code
+    flag = Flag(
+        option=f"--{name.replace('_', '-')}",
+        kind=annotation.kind,
+        choices=annotation.choices,
+        default=str(ast.get_source_segment(statement.code, node.value)),
+        default_kind=type(ast.literal_eval(node.value)),
+        help=help_of(statement, node, name),
+        # A comment above the parameter is the heading of a group of flags.
+        heading=" ".join(re.findall(r"^# *(.+?)\.?$", statement.above, re.MULTILINE)),
+    )
+    return name, flag
 
 
 def read_annotation(text: str) -> Annotation:
@@ -109,55 +109,108 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def parse_args_text(flags: dict[str, str], adds: bool = False, reads: bool = False) -> str:
+def parse_args_text(flags: dict[str, Flag], adds: bool = False, reads: bool = False) -> str:
     """The source of the script's function ``parse_args``.
 
-    ``flags`` are {parameter: the lines that add its flag}. ``adds`` says whether the chapter has a function
-    ``add_flags``, which adds more flags by calling the script's function ``add`` with a flag, a default and a help text
-    alone. Then ``add`` makes a switch of each default that is True or False; otherwise the flags' own lines say so.
-    ``reads`` says whether the chapter has a function ``read_args(parser)``, which gets the arguments, for example from
-    a file.
+    ``adds`` says whether the chapter has a function ``add_flags``, which adds more flags. ``reads`` says whether the
+    chapter has a function ``read_args(parser)``, which gets the arguments, for example from a file.
     """
-    calls = list(flags.values())
-    has_groups = any(call.startswith("group = ") for call in calls)
     if adds:
-        calls = [call.replace(", action=switch)", ")") for call in calls]
-        if has_groups:
-            calls.append('group = parser.add_argument_group("Your own")')
-        calls.append("add_flags(add)")
-    has_switch = any("action=switch" in call for call in calls)
-
-    lines = ["def parse_args():", "    parser = argparse.ArgumentParser(usage=__doc__)"]
-    if has_switch:
-        lines.append("    switch = argparse.BooleanOptionalAction")
-    if has_groups:
-        lines.append("    group = parser")  # for the flags above the first heading
-    has_options = adds or any(re.search(r", (action|choices|type)=", call) for call in calls)
-    if calls and has_options:
-        lines += ["", "    def add(flag, default, help, **options):"]
-    elif calls:
-        lines += ["", "    def add(flag, default, help):"]
-    if calls:
-        if adds:
-            lines.append("        if default is None or isinstance(default, (list, tuple, dict)):")
-            lines.append('            parser.error(f"{flag}: a flag cannot have the type of {default!r}")')
-            lines.append("        if isinstance(default, bool):")
-            lines.append('            options["action"] = argparse.BooleanOptionalAction')
-            lines.append('        elif "type" not in options:  # a choice is of that type too')
-            lines.append('            options["type"] = type(default)')
-        elif has_options:
-            lines.append("        if not options:")
-            lines.append('            options["type"] = type(default)')
-        lines.append('        help = f"{help} (default: %(default)s)"')
-        target = "group" if has_groups else "parser"
-        if has_options:
-            lines.append(f"        {target}.add_argument(flag, default=default, help=help, **options)")
-        else:
-            lines.append(f"        {target}.add_argument(flag, type=type(default), default=default, help=help)")
-        lines.append("")
-        lines += [f"    {call}" for call in calls]
+        lines = lines_with_add_flags(flags)
+    else:
+        lines = lines_of_flags(flags)
     if reads:
         lines.append("    return read_args(parser)")
     else:
         lines.append("    return parser.parse_args()")
     return "\n".join(lines)
+
+
+def lines_of_flags(flags: dict[str, Flag]) -> list[str]:
+    """The lines of ``parse_args`` up to its ``return``: each flag is one call of argparse's ``add_argument``."""
+    lines = ["def parse_args():"]
+    if not flags:
+        lines.append("    parser = argparse.ArgumentParser(usage=__doc__)")
+        return lines
+    lines.append("    parser = argparse.ArgumentParser(")
+    lines.append("        usage=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter")
+    lines.append("    )")
+    if any(flag.kind is bool for flag in flags.values()):
+        lines.append("    switch = argparse.BooleanOptionalAction  # --NAME and --no-NAME")
+    lines.append("    # fmt: off")  # a formatter would give each argument of a call a line of its own
+    target = "parser"
+    for flag in flags.values():
+        if flag.heading:
+            target = "group"
+            lines += ["", f"    group = parser.add_argument_group({quoted(flag.heading)})"]
+        lines += call_of_add_argument(flag, f"    {target}.add_argument(")
+    lines.append("    # fmt: on")
+    return lines
+
+
+def call_of_add_argument(flag: Flag, begin: str) -> list[str]:
+    """The lines of the call of ``add_argument`` that adds a flag: what the flag is, and below that its help text.
+
+    ``begin`` is the first line up to the call's parenthesis.
+    """
+    arguments = [quoted(flag.option)]
+    if flag.kind is bool:
+        arguments.append("action=switch")
+    else:
+        arguments.append(f"type={flag.kind.__name__}")
+    arguments.append(f"default={flag.default}")
+    lines = [f"{begin}{', '.join(arguments)},"]
+
+    indent = " " * len(begin)
+    if flag.choices:
+        lines.append(f"{indent}choices={json.dumps(flag.choices, ensure_ascii=False)},")
+    text = flag.help.replace("%", "%%")  # argparse formats it with the % operator
+    parts = textwrap.wrap(text, WIDTH - len(f'{indent}help="")'), drop_whitespace=False)
+    lines.append(f"{indent}help={quoted(parts[0])}")
+    for part in parts[1:]:
+        lines.append(f"{indent}     {quoted(part)}")
+    lines[-1] += ")"
+    return lines
+
+
+def lines_with_add_flags(flags: dict[str, Flag]) -> list[str]:
+    """The lines of ``parse_args`` up to its ``return``, in a chapter that has a function ``add_flags``.
+
+    That function gets the script's own function ``add``, and calls it with a flag, a default and a help text alone. So
+    ``add`` takes the type from the default, and makes a switch of each default that is True or False.
+    """
+    has_groups = any(flag.heading for flag in flags.values())
+    lines = ["def parse_args():", "    parser = argparse.ArgumentParser(usage=__doc__)"]
+    target = "parser"
+    if has_groups:
+        lines.append("    group = parser")  # for the flags above the first heading
+        target = "group"
+    lines += ["", "    def add(flag, default, help, **options):"]
+    lines.append("        if default is None or isinstance(default, (list, tuple, dict)):")
+    lines.append('            parser.error(f"{flag}: a flag cannot have the type of {default!r}")')
+    lines.append("        if isinstance(default, bool):")
+    lines.append('            options["action"] = argparse.BooleanOptionalAction')
+    lines.append('        elif "type" not in options:  # a choice is of that type too')
+    lines.append('            options["type"] = type(default)')
+    lines.append('        help = f"{help} (default: %(default)s)"')
+    lines.append(f"        {target}.add_argument(flag, default=default, help=help, **options)")
+    lines.append("")
+    for flag in flags.values():
+        if flag.heading:
+            lines.append(f"    group = parser.add_argument_group({quoted(flag.heading)})")
+        lines.append(f"    {call_of_add(flag)}")
+    if has_groups:
+        lines.append('    group = parser.add_argument_group("Your own")')
+    lines.append("    add_flags(add)")
+    return lines
+
+
+def call_of_add(flag: Flag) -> str:
+    """A flag as a call of the script's function ``add``: ``add("--lr", 0.1, "learning rate")``."""
+    help_text = quoted(flag.help.replace("%", "%%"))  # argparse formats it with the % operator
+    arguments = [quoted(flag.option), flag.default, help_text]
+    if flag.choices:
+        arguments.append(f"choices={flag.choices!r}")
+    if flag.kind is not flag.default_kind:  # add takes the type from the default, unless it is told another one
+        arguments.append(f"type={flag.kind.__name__}")
+    return f"add({', '.join(arguments)})"

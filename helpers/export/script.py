@@ -14,13 +14,11 @@ from nbformat import NotebookNode
 from ruff import find_ruff_bin
 
 from helpers.command_line import as_argument
-from helpers.export.flags import parse_args_text, read_flags
+from helpers.export.flags import WIDTH, parse_args_text, read_flags
 from helpers.export.notebook import LIBRARIES, sort_cells, title_and_purpose
 from helpers.export.parts import check_names, names_bound_by, names_read_by, sort_statements
 from helpers.export.refused import check_launching, check_start
 from helpers.source import Statement, in_strings, packages_of
-
-WIDTH = 88  # characters of a line of a script
 
 
 def script_from_notebook(notebook: NotebookNode, name: str, tested_with: Sequence[str] | None = None) -> str:
@@ -44,14 +42,13 @@ def script_from_notebook(notebook: NotebookNode, name: str, tested_with: Sequenc
     sections = [
         docstring(title, purpose, name, list(flags), tested_with, stops),
         "\n".join(each_import_once),
-        "\n".join(statement.text for statement in parts.definitions),
-        f"def main(args):\n{indented(main_body(parts.body, list(flags)))}",
+        with_short_lines("\n".join(statement.text for statement in parts.definitions)),
+        with_short_lines(f"def main(args):\n{indented(main_body(parts.body, list(flags)))}"),
         parse_args_text(flags, adds="add_flags" in defined_names, reads="read_args" in defined_names),
-        "\n".join(statement.text for statement in parts.plumbing),
+        with_short_lines("\n".join(statement.text for statement in parts.plumbing)),
         'if __name__ == "__main__":\n    main(parse_args())',
     ]
     script = "\n\n\n".join(section for section in sections if section) + "\n"
-    script = with_short_lines(script)
     packages = {package for statement in parts.imports for package in packages_of(statement.node)}
     # The order of imports may matter to a package that is not among LIBRARIES, so it is kept then.
     may_be_sorted = packages <= LIBRARIES | sys.stdlib_module_names
@@ -77,10 +74,12 @@ def main_body(body: list[Statement], parameters: list[str]) -> str:
     lines = [f"{name} = args.{name}" for name in parameters if name in needed_at_top]
     if lines:
         lines.append("")
+    cell = ""
     for statement in body:
-        starts_paragraph = statement.above.strip(" ").startswith("\n")
+        starts_paragraph = statement.above.strip(" ").startswith("\n") or statement.where != cell
         if starts_paragraph and lines and lines[-1]:
             lines.append("")
+        cell = statement.where
         code = with_arguments(statement.code, read_from_args) or statement.code
         lines.append(replace(statement, code=code).text)
     return "\n".join(lines).strip("\n")
@@ -208,25 +207,25 @@ def indented(code: str) -> str:
     return "\n".join(lines)
 
 
-def with_short_lines(script: str) -> str:
+def with_short_lines(code: str) -> str:
     """Move a comment at the end of a line that is too long above the line, and leave out comments for formatters.
 
-    These are comments such as ``# fmt: skip``. ``script`` is the text of a script.
+    These are comments such as ``# fmt: skip``. ``code`` is some definitions of a script.
     """
-    lines = script.split("\n")
-    lines_in_strings = in_strings(script)
-    for token in tokenize.generate_tokens(io.StringIO(script).readline):
+    lines = code.split("\n")
+    lines_in_strings = in_strings(code)
+    for token in tokenize.generate_tokens(io.StringIO(code).readline):
         if token.type != tokenize.COMMENT:
             continue
         line_number, column = token.start
         line = lines[line_number - 1]
-        code = line[:column].rstrip()
+        before_comment = line[:column].rstrip()
         is_for_formatters = re.match(r"# *(fmt|isort) *:", token.string)
         if is_for_formatters:
-            lines[line_number - 1] = code
-        elif code and len(line) > WIDTH and line_number not in lines_in_strings:
-            indent = code[: len(code) - len(code.lstrip())]
-            lines[line_number - 1] = f"{indent}{token.string}\n{code}"
+            lines[line_number - 1] = before_comment
+        elif before_comment and len(line) > WIDTH and line_number not in lines_in_strings:
+            indent = before_comment[: len(before_comment) - len(before_comment.lstrip())]
+            lines[line_number - 1] = f"{indent}{token.string}\n{before_comment}"
     return "\n".join(lines)
 
 

@@ -333,7 +333,7 @@ def all_layers_drop_the_same_places(text: str) -> str:
 @lie("07b", "recomput|dropout", notebook=True)
 def own_numbers_continue_where_they_were(text: str) -> str:
     """`own_numbers` is not seeded where it is entered, so recomputation in backward drops other places."""
-    return swap(text, "torch.manual_seed(seed * dist.get_world_size() + dist.get_rank())", "torch.seed()")
+    return swap(text, "torch.manual_seed(2**31 + own)", "torch.seed()")
 
 
 @lie("07", "tie|head", notebook=True)
