@@ -142,7 +142,7 @@ def test_a_validation_set_that_is_too_small_is_refused_before_the_first_step(scr
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_samples_of_unequal_shapes_are_one_line_of_the_rank_that_has_them(script, alone, tmp_path, workers):
-    old = "    return TensorDataset(*digits[:1440]), TensorDataset(*digits[1440:])\n"
+    old = "    return train_set, val_set\n"
     new = "    return [(torch.zeros(64 if i else 63), 0) for i in range(96)], None\n"
     path = changed(script, tmp_path / "unequal", old, new)
     # torchrun itself, because a worker of a forked rank cannot send an error of a class of the script.
@@ -676,6 +676,23 @@ def test_the_newest_and_every_nth_checkpoint_stay(script, tmp_path):
     assert names_in(tmp_path) == [f"step_{step:08}.pt" for step in (4, 8, 9)]
 
 
+def told_to_stop(path, args):
+    def note(step, values):
+        if step == 44:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    loaded(path).train(args, CPU, lambda args: note)
+
+
+def test_the_save_at_a_signal_removes_the_oldest_checkpoint(script, tmp_path):
+    """So whoever rolls back has to move the good checkpoint away before he ends the job, as chapter 13b says."""
+    flags = ["--epochs=50", "--log-every=1", "--save-every=10", f"--checkpoint-dir={tmp_path}"]
+    launch(told_to_stop, str(script), settings(script, *flags), nproc=1)
+    *regular, at_signal = [name for name in names_in(tmp_path) if name.startswith("step_")]
+    assert regular == ["step_00000030.pt", "step_00000040.pt"]
+    assert at_signal in ("step_00000045.pt", "step_00000046.pt")
+
+
 # --- it stops when it should ------------------------------------------------------------------------------------------
 
 
@@ -1101,7 +1118,7 @@ def test_a_checkpoint_is_resumed_across_ddp_and_fsdp_and_numbers_of_ranks(script
 
 
 def test_a_model_on_the_meta_device_is_initialized_block_by_block(script, tmp_path):
-    own = "    return nn.Sequential(*hidden, nn.Linear(args.width, 10))"
+    own = "    return nn.Sequential(\n"
     args = settings(script, "--shard", "--meta", "--max-steps=30", "--dtype=bfloat16")
     path = changed(script, tmp_path / "same", own, own)
     [[error], _] = launch(errors_of, str(path), [args], nproc=2)
@@ -1311,7 +1328,7 @@ def test_ranks_with_other_flags_or_data_are_refused_on_all(script):
 
 def broken_on_rank_1(script, folder, statement):
     """The script, with a statement that rank 1 runs in its third loss."""
-    old = '    """{name: (sum, count)}. The gradient is that of all sums of "loss" / all counts."""\n'
+    old = '    divides. Names other than "loss" are metrics, for the log.\n    """\n'
     new = old + "    seen.append(1)\n    if len(seen) == 3 and dist.get_rank() == 1:\n"
     path = changed(script, folder, old, new + f"        {statement}\n")
     path.write_text(path.read_text().replace("\n\ndef add_flags(", "\nseen = []\n\n\ndef add_flags(", 1))
@@ -1919,7 +1936,7 @@ def speeds_by_a_slow_clock(path, args):
     trainer.take_step = step
     trainer.Checkpoints.save = device.hour
     trainer.validate = evaluate
-    trainer.stop_if_never_finite = lambda *arguments: None
+    trainer.stop_if_diverged = lambda *arguments: None
     trainer.SkippedSteps.add = lambda *arguments: None
     trainer.LossModule.means = lambda module, totals: {"loss": 1.0}
     trainer.StopRequest.agreed = agreed

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ class HashedFile(io.BufferedWriter):
         self.sha256 = hashlib.sha256()
 
     def write(self, data: Any) -> int:
+        """Hash the bytes, and write them."""
         self.sha256.update(data)
         return super().write(data)
 
@@ -60,12 +62,13 @@ class HashedFile(io.BufferedWriter):
         """Sync the file to the disk, and note its length and hash for the manifest."""
         if self.closed:
             return
+        folder = self.path.parent
         try:
             self.flush()
             os.fsync(self.fileno())
-            if self.path.parent in UNFINISHED:
-                entry = (self.tell(), self.sha256.hexdigest())
-                UNFINISHED[self.path.parent][self.final_name] = entry
+            if folder in UNFINISHED:
+                length = self.tell()
+                UNFINISHED[folder][self.final_name] = (length, self.sha256.hexdigest())
         finally:
             super().close()
 
@@ -79,7 +82,7 @@ def replace_file(path: str | Path, write: Callable) -> None:
         with HashedFile(part, path.name) as file:
             write(file)
         rename(part, path)
-    except BaseException:
+    except BaseException:  # Ctrl-C too
         part.unlink(missing_ok=True)
         raise
 
@@ -94,7 +97,7 @@ def rename(old: Path, new: Path) -> None:
 
 def save_file(state: Any, path: str | Path) -> None:
     """``torch.save``. ``path`` is the old file until the new one is complete."""
-    replace_file(path, lambda file: torch.save(state, file))
+    replace_file(path, partial(torch.save, state))
 
 
 def load_file(path: str | Path) -> Any:
@@ -109,10 +112,11 @@ def load_file(path: str | Path) -> Any:
         problem = "is missing"
     except Exception as error:  # damaged bytes can raise anything
         problem = "is damaged"
-        # torch names the function that a pickled file wants to have called.
-        function = re.search(r"GLOBAL (\S+)", str(error))
-        if function is not None:
-            problem = f"asks for {function[1]}, which was not executed"
+        # If the file wants a function to be called, torch's message has its name.
+        match = re.search(r"GLOBAL (\S+)", str(error))
+        if match is not None:
+            function = match.group(1)
+            problem = f"asks for {function}, which was not executed"
     folder_and_name = "/".join(Path(path).parts[-2:])
     raise CheckpointError(f"{folder_and_name} {problem}.\nUse an older checkpoint.")
 
@@ -161,7 +165,8 @@ def on_rank0(function: Callable, *args: Any, group: ProcessGroup | None = None) 
 
     So all ranks decide alike, even if they would see the disk at different moments.
     """
-    result, error = None, None
+    result = None
+    error = None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             result = function(*args)
@@ -188,28 +193,29 @@ def make_temporary(path: Path, step: int) -> None:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove the temporary folders that killed runs left beside ``path``, and there."""
+    """Remove the temporary folders that killed runs left, also one at ``path``."""
     for leftover in path.parent.glob(".step_*"):
-        # Into another unfinished folder a save in the background is still writing.
+        # A save in the background may still write to another unfinished folder.
         is_in_use = leftover in UNFINISHED and leftover != path
         if not is_in_use:
             shutil.rmtree(leftover)
 
 
 def remove_damaged_from(step: int, folder: Path) -> None:
-    """Remove damaged checkpoints from ``step`` on: the run has gone back behind them.
+    """Remove damaged checkpoints of ``step`` and later steps.
 
-    Raises CheckpointError if one of these checkpoints is good.
+    The run has skipped them, and continued from an older one. Raises CheckpointError if
+    one of them is good.
     """
-    for existing in finished(folder):
-        if step_of(existing) < step:
+    for path in finished(folder):
+        if step_of(path) < step:
             continue
-        if damage(existing) is None:
+        if damage(path) is None:
             raise CheckpointError(
-                f"{existing} is there, and step {step} is not newer.\n"
+                f"{path} is there, and step {step} is not newer.\n"
                 "Go on from it, or save elsewhere."
             )
-        remove(existing)
+        remove(path)
 
 
 def final_path(path: Path) -> Path:
@@ -232,16 +238,17 @@ def put_in_place(
             if failure is not None:
                 raise CheckpointError(f"rank {rank}: {failure}")
         # All files are on the disk by now, so a folder with a manifest is complete.
-        manifest = json.dumps(complete_manifest(path, written), indent=1).encode()
-        replace_file(path / MANIFEST, lambda file: file.write(manifest))
+        manifest = complete_manifest(path, written)
+        write_manifest(path / MANIFEST, manifest)
         rename(path, final)
     except (CheckpointError, OSError) as error:
         shutil.rmtree(path, ignore_errors=True)
         raise CheckpointError(
             f"{final.name} was not saved: {error}\nThose before it are as they were."
         ) from None
-    for old in finished(path.parent)[:-keep]:
-        remove(old)
+    older = finished(path.parent)[:-keep]  # none if keep is 0
+    for checkpoint in older:
+        remove(checkpoint)
 
 
 def complete_manifest(path: Path, written: list[dict]) -> dict[str, tuple[int, str]]:
@@ -257,6 +264,16 @@ def complete_manifest(path: Path, written: list[dict]) -> dict[str, tuple[int, s
     if unknown:
         raise CheckpointError(f"{min(unknown)} was not written with save_file")
     return manifest
+
+
+def write_manifest(path: Path, manifest: dict[str, tuple[int, str]]) -> None:
+    """Write a manifest as JSON."""
+    text = json.dumps(manifest, indent=1)
+
+    def write(file: HashedFile) -> None:
+        file.write(text.encode())
+
+    replace_file(path, write)
 
 
 def remove(path: Path) -> None:
@@ -276,20 +293,22 @@ def step_of(path: Path) -> int:
 
 def finished(folder: Path) -> list[Path]:
     """The folder's checkpoints that have a manifest, the oldest first."""
-    paths = [manifest.parent for manifest in folder.glob(f"step_*/{MANIFEST}")]
-    named = [path for path in paths if re.fullmatch(r"step_\d+", path.name)]
-    return sorted(named, key=step_of)
+    paths = []
+    for manifest in folder.glob(f"step_*/{MANIFEST}"):
+        path = manifest.parent
+        if re.fullmatch(r"step_\d+", path.name):  # not step_7_copy, for example
+            paths.append(path)
+    return sorted(paths, key=step_of)
 
 
 def damage(path: Path) -> str | None:
-    """Says which of a checkpoint's files is missing or has another length, or None.
+    """Say which of a checkpoint's files is missing or has another length, or None.
 
     It reads only the manifest, so it is quick for a checkpoint of any size.
     """
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
-        for name, entry in manifest.items():
-            saved_size, _ = entry  # the other is the hash
+        for name, (saved_size, _hash) in manifest.items():
             size = (path / name).stat().st_size
             if size != saved_size:
                 return (
@@ -373,9 +392,9 @@ def save_sharded(state: dict, path: Path, group: ProcessGroup | None = None) -> 
         dcp.save(state, storage_writer=writer, process_group=group)
     except dcp.CheckpointException as error:  # which is not an Exception
         # Many ranks may have failed for one reason, so the first one is enough.
-        rank, failure = next(iter(error.failures.items()))
-        reason, _ = failure  # an exception and its traceback
-        raise CheckpointError(f"DCP, rank {rank}: {reason}") from None
+        rank = min(error.failures)
+        exception, _traceback = error.failures[rank]
+        raise CheckpointError(f"DCP, rank {rank}: {exception}") from None
 
 
 class HashedFiles(FileSystem):
