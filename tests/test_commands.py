@@ -225,11 +225,23 @@ TESTS = {  # by which other test a line is run
     "scontrol show partition | grep GraceTime": f"{SLURM}a_job_that_its_user_signals",
     "squeue --me": f"{SLURM}a_job_that_its_user_ends_does_not_come_back",
     "scancel JOB": f"{SLURM}a_job_that_its_user_ends_does_not_come_back",
+    "scancel 4711": f"{SLURM}the_rollback_of_chapter_13b",
+    f"cd {TRAINER}-4711 && mkdir good spoiled && mv step_00000060.pt good/": f"{SLURM}the_rollback_of_chapter_13b",
+    "while squeue --noheader --jobs=4711 2>/dev/null | grep -q .; do sleep 5; done": (
+        f"{SLURM}the_rollback_of_chapter_13b"
+    ),
+    "mv step_* spoiled/ && mv good/* .": f"{SLURM}the_rollback_of_chapter_13b",
+    f"cd .. && JOB_FOLDER={TRAINER}-4711 sbatch {TRAINER}.sbatch --epochs 50 --seed 1 --allow-change seed": (
+        f"{SLURM}the_rollback_of_chapter_13b"
+    ),
     "scontrol requeue": f"{SLURM}the_node_of_the_root_cause_is_excluded_when_it_has_failed_twice",
     "scontrol show hostnames": f"{SLURM}a_job_that_is_stopped_preempted_and_loses_a_node",
     "sbatch --test-only FILE": f"{SLURM}slurm_reads_the_lines_that_a_reader_may_complete",
     "python -m helpers export 12 --slurm --nodes 2 --gpus-per-node 8 --time 00:10:00 && cd scripts "
     f"&& sbatch {PREFLIGHT}.sbatch": f"{SLURM}the_preflight_of_chapter_12",
+    "python -m helpers export 12 --slurm --nodes 2 --gpus-per-node 8 --time 00:10:00 && cd scripts": (
+        "test_commands.py::python -m helpers export 11 --slurm"
+    ),
     "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1": "test_promises.py::test_lines_of_one_node_in_their_order",
     "export GLOO_SOCKET_IFNAME=eth0": f"{TWO_HOSTS}a_name_that_means_the_loopback",
 }
@@ -265,16 +277,14 @@ NOT_HERE = {  # why a line cannot be run here
     "dcgmi diag -r 3": "belongs to NVIDIA's DCGM, which tests GPUs",
     """pdsh -w node[1-8] "dmesg -T | grep -E 'NVRM: Xid|Out of memory'\"""": "reads other hosts' kernel messages",
     "sacct -j 4711 --duplicates -X -P --format=JobID,State,Start,End,ElapsedRaw": "the tests' Slurm has no accounting",
-    "scancel 4711": "names a job of a cluster",
     "scontrol show job 4711 | grep -o 'mem=[^,]*'": "names a job of a cluster",
     f"tail -f {TRAINER}-JOB.out": "follows what a job of a cluster prints",
-    f"cd {TRAINER}-4711 && mkdir spoiled && mv step_00000080.pt step_00000090.pt spoiled/": "names a job's checkpoints",
-    f"cd .. && JOB_FOLDER={TRAINER}-4711 sbatch {TRAINER}.sbatch --epochs 50 --seed 1 --allow-change seed": (
-        "names a job of a cluster"
-    ),
     "scontrol update JobId=4711 ExcNodeList=node5": "names a job and a node of a cluster",
     'scontrol update NodeName=node5 State=DRAIN Reason="Xid 48 and 95, GPU 9d:00"': "names a node of a cluster",
     "sbatch --exclude=node5 train.sbatch": "names a node of a cluster",
+    'for pair in n[1-2] n[3-4] n[5-6] n[7-8]; do sbatch --nodelist="$pair" '
+    f"{PREFLIGHT}.sbatch --size 1073741824 --network-floor 40; done": "names nodes of a cluster",
+    f'grep -e "^start" -e "Too slow" {PREFLIGHT}-*.out': "reads what these jobs print",
 }
 
 

@@ -141,6 +141,7 @@ KERNEL_LOG = """\
 [  100.2] NVRM: Xid (PCI:0000:9d:00): 31, pid='<unknown>', MMU Fault
 [  100.3] NVRM: Xid (PCI:0000:9d:00): 48, An uncorrectable double bit error
 [  100.4] NVRM: Xid (PCI:0000:9d:00): 48, An uncorrectable double bit error
+[  100.5] NVRM: Xid (PCI:0000:9d:00): 154, GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)
 """
 
 
@@ -161,6 +162,9 @@ def test_what_the_driver_says_of_one_gpu(tmp_path, monkeypatch):
     slowdowns = ("hw_slowdown", "sw_thermal_slowdown")
     assert driver.health_of_gpu("1234") == Health(3, slowdowns, xids=(48,))
     assert driver.health_of_gpu("99").not_read == ("nvidia-smi: no GPU of this name",)
+    action = "GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)"
+    log = f"{KERNEL_LOG}[  100.6] NVRM: Xid (PCI:0000:9d:00): 154, {action}\n"
+    assert driver.broken_xids(log, "00000000:9D:00.0") == (48, 154)
 
 
 def test_what_the_driver_does_not_say(tmp_path, monkeypatch):

@@ -277,6 +277,29 @@ def test_a_job_that_its_user_signals_saves_and_comes_back(cluster, submit):
     assert len(job.starts()) == 2
 
 
+@pytest.mark.daily
+def test_the_rollback_of_chapter_13b(cluster, folder):
+    """The lines of the page, with the number and the checkpoints of a job that trains here."""
+    flags = ["--epochs", "50", "--batch-size", "8", "--save-every", "300", "--backend", "gloo"]
+    job = Job(cluster, folder, flags=flags)
+    cluster.wait_for(lambda: len(list(job.work.glob("step_*.pt"))) == 3, job.output)
+    page = chapters.find_notebook("13b").read_text()
+    [source] = [cell["source"] for cell in json.loads(page)["cells"] if cell["id"] == "spike-why"]
+    [lines] = re.findall(r"(?s)```bash\n(cd \S+-4711 .*?)```", "".join(source))
+    # The job goes on while this test looks, so the oldest may be gone already. The newest stays for 900 steps.
+    good = max(job.work.glob("step_*.pt")).stem
+    lines = lines.replace("4711", str(job.number)).replace("step_00000060", good)
+    lines = lines.replace("--epochs 50", " ".join(flags))
+    said = cluster.run("bash", "-e", "-c", lines, cwd=folder)
+    number = re.search(r"Submitted batch job (\d+)", said)[1]
+    output = folder / f"{TRAINER}-{number}.out"
+    cluster.wait_for(lambda: output.exists() and f"going on from {good}" in output.read_text(), output)
+    cluster.run("scancel", number)
+    spoiled = [path.stem for path in (job.work / "spoiled").iterdir()]
+    assert good not in spoiled
+    assert max(spoiled) > good, "the job saved once more when it was ended"
+
+
 # --- before a job -----------------------------------------------------------------------------------------------------
 
 
@@ -295,6 +318,7 @@ def test_the_preflight_of_chapter_12(submit, tmp_path):
     job.cancel()
     [start] = job.starts()
     assert "Too slow between nodes: between nodes, all ranks. " in start, start
+    assert (job.work / "failures").read_text() == "nothing n1,n2\n", "none of the two is to blame"
     assert "inside a node" not in start
     assert "trained" not in start
 
@@ -362,7 +386,7 @@ def test_the_node_of_the_root_cause_is_excluded_when_it_has_failed_twice(submit)
     assert nodes == ["n[1-2]", "n[1-2]", "n[1,3]"]
     assert "epoch 1: trained" in job.starts()[2]
     [line] = (job.folder / "called").read_text().splitlines()
-    assert line.startswith(f"job {job.number} ({TRAINER}): n2 failed twice, and is excluded. ")
+    assert line.startswith(f"job {job.number} ({TRAINER}): n2 failed 2 times, and is excluded. ")
     assert line in job.starts()[1]
 
     shown = r"(?m)^start \d.*|^job .*|^.*epoch 1: trained$"

@@ -676,6 +676,23 @@ def test_the_newest_and_every_nth_checkpoint_stay(script, tmp_path):
     assert names_in(tmp_path) == [f"step_{step:08}.pt" for step in (4, 8, 9)]
 
 
+def told_to_stop(path, args):
+    def note(step, values):
+        if step == 44:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    loaded(path).train(args, CPU, lambda args: note)
+
+
+def test_the_save_at_a_signal_removes_the_oldest_checkpoint(script, tmp_path):
+    """So whoever rolls back has to move the good checkpoint away before he ends the job, as chapter 13b says."""
+    flags = ["--epochs=50", "--log-every=1", "--save-every=10", f"--checkpoint-dir={tmp_path}"]
+    launch(told_to_stop, str(script), settings(script, *flags), nproc=1)
+    *regular, at_signal = [name for name in names_in(tmp_path) if name.startswith("step_")]
+    assert regular == ["step_00000030.pt", "step_00000040.pt"]
+    assert at_signal in ("step_00000045.pt", "step_00000046.pt")
+
+
 # --- it stops when it should ------------------------------------------------------------------------------------------
 
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 SLOWDOWNS = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
 # The reasons for low clocks were called clocks_throttle_reasons by older drivers.
 PREFIXES = ("clocks_event_reasons", "clocks_throttle_reasons")
-XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-f:.]+)\): (\d+),", re.IGNORECASE)
+XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-f:.]+)\): (\d+),(.*)$", re.IGNORECASE | re.MULTILINE)
 # The GPU needs a reset, its node a reboot, or a repair (the table of chapter 13b).
-BROKEN = {48, 64, 74, 79, 95}
+BROKEN = {48, 64, 74, 79, 95, 119, 120}
+RECOVERY_ACTION = 154  # "GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)"
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,13 @@ def broken_xids(kernel_log: str, bus_id: str) -> tuple[int, ...]:
     """
     place = bus_id.lower().partition(".")[0]
     found = []
-    for gpu, number in XID.findall(kernel_log):
+    for gpu, number, text in XID.findall(kernel_log):
+        xid = int(number)
         is_this_gpu = place.endswith(gpu.lower().partition(".")[0])
-        if is_this_gpu and int(number) in BROKEN and int(number) not in found:
-            found.append(int(number))
+        needs_action = xid == RECOVERY_ACTION and not text.endswith("(None)")
+        is_broken = xid in BROKEN or needs_action
+        if is_this_gpu and is_broken and xid not in found:
+            found.append(xid)
     return tuple(found)
 
 

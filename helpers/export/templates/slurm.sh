@@ -4,6 +4,9 @@
 # Before the ranks start: forget how the last start of the job ended, and find the nodes.
 begin() {
   mkdir -p "$JOB_FOLDER"
+{% if resumes %}
+  end_if_switched_off 0
+{% endif %}
   rm -f "$JOB_FOLDER/stopped" "$JOB_FOLDER/failed_nodes"
   if [ "$START" -eq 0 ]; then
     rm -f "$JOB_FOLDER/failures"  # of an older job in this folder: a new submission counts from zero
@@ -54,13 +57,12 @@ preflight() {
 {% endif %}
 
 # When one node fails, the ranks of the others fail too, because they lose a connection. Note only the nodes that failed
-# by themselves: the root cause is there. The others wait, so that srun does not end that node before it is noted.
+# by themselves: the root cause is there. Each node waits then, so that srun does not end another one before it is noted.
 note_failure() {
-  if lost_a_peer "$1"; then
-    sleep 5
-  else
+  if ! lost_a_peer "$1"; then
     echo "$SLURMD_NODENAME" >> "$JOB_FOLDER/failed_nodes"
   fi
+  sleep 5
 }
 
 # Whether the rank that was the first to fail on this node says that another rank was gone, or did not come: in a hang,
@@ -74,9 +76,23 @@ lost_a_peer() {
   [ "$errors" ] && tail -n 100 "$errors" | grep -qE "$gone|$late"
 }
 
+{% if resumes %}
+# A file in the job's folder is the switch for a colleague, who may not use scancel on this job. Without this function the
+# batch file would start the job again that the file has stopped.
+end_if_switched_off() {
+  if [ -e "$JOB_FOLDER/STOP" ]; then
+    tell "it ends, because there is a file $JOB_FOLDER/STOP. To train again, remove the file and submit the job again."
+    exit "$1"
+  fi
+}
+
+{% endif %}
 # After the ranks have ended with this status: start again, or end. A script that was told to stop before its end has
 # saved, and has left the file `stopped` behind.
 end() {
+{% if resumes %}
+  end_if_switched_off "$1"
+{% endif %}
 {% if stops %}
   if [ -e "$JOB_FOLDER/stopped" ]; then
     start_again
@@ -102,16 +118,16 @@ tell() {
 # A failure is often one of the machine, so another start may help. But a third failure with the same newest checkpoint
 # ends the job, because a bug would use up the allocation.
 after_failure() {
-  local checkpoint node
+  local checkpoint nodes
   checkpoint=$(newest_checkpoint)
-  node=$(head -n 1 "$JOB_FOLDER/failed_nodes" 2>/dev/null)
-  echo "$checkpoint $node" >> "$JOB_FOLDER/failures"
+  nodes=$(sort -u "$JOB_FOLDER/failed_nodes" 2>/dev/null | paste -sd,)
+  echo "$checkpoint $nodes" >> "$JOB_FOLDER/failures"
   if [ "$(failures_at "$checkpoint" | wc -l)" -ge 3 ]; then
     tell "it failed three times without progress, and ends. $(where_it_failed "$checkpoint")"
     exit "$1"
   fi
   start_again
-  exclude_bad_node "$checkpoint"
+  exclude_bad_node "$nodes"
 }
 
 newest_checkpoint() {
@@ -125,7 +141,7 @@ failures_at() {
 }
 
 where_it_failed() {
-  echo "The newest checkpoint: $1. The first to fail: $(failures_at "$1" | cut -d" " -f2 | tr "\n" " ")"
+  echo "The newest checkpoint: $1. Nodes that failed: $(failures_at "$1" | cut -d" " -f2 | tr "\n" " ")"
 }
 
 # Put this job into the queue again. Slurm ends this script then, but something is left to do.
@@ -138,15 +154,16 @@ start_again() {
   scontrol requeue "$SLURM_JOB_ID"
 }
 
-# Slurm might give the job the same nodes, with the same broken GPU. So a node that was the first to fail twice, with
-# the same newest checkpoint, is excluded from the next start.
+# Slurm might give the job the same nodes, with the same broken GPU. So a node that has failed alone twice in this job is
+# excluded, even if the job made progress in between: a GPU that fails every three hours is broken, too. If several nodes
+# failed at once (n1,n2), the cause may be the network between them, or a bug, so none is excluded.
 exclude_bad_node() {
-  local bad excluded
-  bad=$(failures_at "$1" | cut -d" " -f2 | grep . | sort | uniq -d)
-  if [ "$bad" ]; then
+  local nodes=$1 times excluded
+  times=$(cut -d" " -f2 "$JOB_FOLDER/failures" | grep -cxF "$nodes")
+  if [ "$nodes" ] && [[ $nodes != *,* ]] && [ "$times" -ge 2 ]; then
     excluded=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%x)
-    scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${excluded:+$excluded,}$bad"
-    tell "$bad failed twice, and is excluded. To take it back: scontrol update JobId=$SLURM_JOB_ID ExcNodeList="
+    scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${excluded:+$excluded,}$nodes"
+    tell "$nodes failed $times times, and is excluded. To take it back: scontrol update JobId=$SLURM_JOB_ID ExcNodeList="
   fi
 }
 {% else %}

@@ -32,7 +32,7 @@ def the_planner_divides(module: Any) -> None:
 @lie("15", "file|speed|planner", notebook=True)
 def the_cluster_file_gives_seconds_for_a_speed(text: str) -> str:
     """The file about the cluster gives a message's seconds as the memory's speed."""
-    return swap(text, "{memory_speed:.4g}", "{links['in_node'][1]:.4g}")
+    return swap(text, "{speeds.memory:.4g}", "{speeds.in_node.latency:.4g}")
 
 
 @lie("15", "link|file|bandwidth", notebook=True)

@@ -211,7 +211,31 @@ def a_bad_node_comes_back(module: Any) -> None:
     @instead_of(module, "launch_files")
     def launch_files(original: Any, *inputs: Any, **keywords: Any) -> Any:
         texts = original(*inputs, **keywords)
-        return {name: text.replace("sort | uniq -d)", "sort | uniq -d | grep -v .)") for name, text in texts.items()}
+        return {name: text.replace('"$times" -ge 2', '"$times" -ge 200') for name, text in texts.items()}
+
+
+@lie("12c", "fail|exclude|progress|hours", module="helpers.export.launch_files")
+def progress_excuses_a_bad_node(module: Any) -> None:
+    """The batch file excludes a node only if it fails twice at the same checkpoint."""
+    by_checkpoint = 'failures_at "$(newest_checkpoint)" | cut -d" " -f2 | grep'
+
+    @instead_of(module, "launch_files")
+    def launch_files(original: Any, *inputs: Any, **keywords: Any) -> Any:
+        texts = original(*inputs, **keywords)
+        in_whole_job = 'cut -d" " -f2 "$JOB_FOLDER/failures" | grep'
+        return {name: text.replace(in_whole_job, by_checkpoint) for name, text in texts.items()}
+
+
+@lie("12c", "network|slow|pairs|every", module="helpers.export.launch_files")
+def a_slow_network_excludes_a_node(module: Any) -> None:
+    """Of nodes that fail together, the batch file excludes the one that was noted first."""
+
+    @instead_of(module, "launch_files")
+    def launch_files(original: Any, *inputs: Any, **keywords: Any) -> Any:
+        texts = original(*inputs, **keywords)
+        all_of_them = 'sort -u "$JOB_FOLDER/failed_nodes"'
+        first = 'head -n 1 "$JOB_FOLDER/failed_nodes"'
+        return {name: text.replace(all_of_them, first) for name, text in texts.items()}
 
 
 @lie("12c", "fail|progress|third|three", module="helpers.export.launch_files")
