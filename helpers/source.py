@@ -125,7 +125,10 @@ def split(source: str, where: str = "") -> list[Statement]:
             code = ast.get_source_segment(source, node) or code
         elif shares_first_line:  # this is the last statement of a line with semicolons
             code = code.encode()[node.col_offset :].decode()  # ast counts a column in bytes
-        comment_above = "\n".join(lines[last_before : first - 1])
+        lines_above = lines[last_before : first - 1]
+        comment_above = "\n".join(lines_above)
+        if lines_above == [""]:  # a blank line alone, whose text is empty
+            comment_above = "\n"
         if isinstance(node, IMPORT) and len(node.names) > 1:
             statements += statements_of_import(node, comment_above, where)
         else:

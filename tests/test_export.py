@@ -55,6 +55,7 @@ BECOMES = {  # {what: (cells, a part of the script)}
     "two on one line": (["a = 1; b = 2  # both"], "args):\n    a = 1\n    b = 2  # both\n\n    device"),
     "constants are literals": (["N = 2\nM = 2 * 3\nx = N"], "\n\nN = 2\nM = 2 * 3\n\n\n"),
     "what changes is main's": (["N = 2\nN = 3"], "    N = 2\n    N = 3\n"),
+    "a blank line stays": (["x = 1\n\ny = 2"], "    x = 1\n\n    y = 2\n"),
     "a cell begins a paragraph": (["N = 2", "N = 3"], "    N = 2\n\n    N = 3\n"),
     "comments stay": (["# why\nx = 1  # one\n# last"], "    # why\n    x = 1  # one\n    # last\n"),
     "long ones go above": (["x = 1  # " + "why " * 22], f"    # {'why ' * 21}why\n    x = 1\n"),

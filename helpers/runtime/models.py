@@ -11,7 +11,7 @@ def mlp(width: int = 256) -> nn.Sequential:
 
 
 class PixelBlock(nn.Module):
-    """A transformer's causal layer: [batch, pixels, width] to the same shape."""
+    """A causal layer of a transformer: [batch, pixels, width] to the same shape."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class PixelBlock(nn.Module):
 
     def split_heads(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, pixels, width] to [batch, heads, pixels, head_width]."""
-        # The number of heads is inferred: with tensor parallelism a rank has a part.
+        # With tensor parallelism a rank has only some heads, so -1 infers their number.
         return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -68,9 +68,9 @@ class PixelTransformer(nn.Module):
 
 
 def init_weights(part: nn.Module, device: torch.device | str) -> None:
-    """Give a part of a meta model memory, and initialize the weights of its layers.
+    """Give a part of a model memory on a device, and initialize its layers' weights.
 
-    A model that was built under ``torch.device("meta")`` has shapes, but no memory.
+    The model was built under ``torch.device("meta")``, so it has shapes, but no memory.
     """
     part.to_empty(device=device)
     for layer in part.modules():

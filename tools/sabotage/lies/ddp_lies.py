@@ -458,8 +458,8 @@ def accumulation_is_not_divided(text: str) -> str:
     """The training step adds up micro-batches without dividing by their number."""
     return swap(
         text,
-        "loss = F.cross_entropy(model(images), labels) * len(labels) / batch_size",
-        "loss = F.cross_entropy(model(images), labels)",
+        "loss = F.cross_entropy(logits, labels) * len(labels) / batch_size",
+        "loss = F.cross_entropy(logits, labels)",
     )
 
 

@@ -138,7 +138,7 @@ def waiting_gradients_are_in_bfloat16(text: str) -> str:
 @lie("08", "norm|clip|frozen", notebook=True)
 def a_frozen_weight_of_a_stage_has_a_norm(text: str) -> str:
     """The norm of all stages takes weights that have no gradient, too."""
-    return swap(text, "for weight in weights if weight.grad is not None]  # not frozen", "for weight in weights]")
+    return swap(text, "if weight.grad is not None:  # it is None if the weight is frozen", "if True:")
 
 
 @lie("08", "reduce|FSDP", module="torch.distributed.pipelining.stage")
@@ -199,7 +199,7 @@ def a_rank_clips_by_its_own_norm(module: Any) -> None:
 @lie("07", "seed|differ|one process", notebook=True)
 def the_check_finds_no_difference(text: str) -> str:
     """`equal_to_one_process` finds no difference, whatever it compares."""
-    return swap(text, "(found[what] - reference).abs().max()", "(reference - reference).abs().max()")
+    return swap(text, "(found[name] - reference).abs().max()", "(reference - reference).abs().max()")
 
 
 @lie("07", "norm|SequenceParallel", module="torch.distributed.tensor.parallel.style")
@@ -301,9 +301,7 @@ def fully_shard_sends_the_weights_of_the_first_replica(text: str) -> str:
 @lie("07", "validation|evaluate|loss", notebook=True)
 def ranks_of_a_group_count_their_images_again(text: str) -> str:
     """The validation loss counts the images once for each rank of a tp group."""
-    return swap(
-        text, 'return total.item() / mesh[\\"tp\\"].size() / len(dataset)', "return total.item() / len(dataset)"
-    )
+    return swap(text, 'total.item() / mesh[\\"tp\\"].size()', "total.item()")
 
 
 @lie("07", "mesh|order|replica", notebook=True)
@@ -358,7 +356,8 @@ def a_frozen_weight_has_a_norm(text: str) -> str:
 @lie("07", "shape|gradient", notebook=True)
 def gradients_of_another_shape_are_passed_over(text: str) -> str:
     """`equal_to_one_process` leaves out a gradient that has another shape, as it does with outputs."""
-    return swap(text, "elif not is_output:", "elif False:")
+    call = "check_shape(name, found[name], reference)"
+    return swap(text, call, "if found[name].shape != reference.shape: continue")
 
 
 @lie("07", "recompute|sum|all-reduce", notebook=True)
@@ -391,8 +390,9 @@ def a_dtensor_costs_the_cpu_nothing(text: str) -> str:
 
 @lie("07", "embedding|head|unit|block", notebook=True)
 def the_embedding_is_not_divided_in_the_model(text: str) -> str:
-    """`parallelize_rest` leaves the embedding of the grey levels whole on every rank."""
-    return swap(text, 'plan = {\\"level\\": level, \\"blocks.0\\": cut,', 'plan = {\\"blocks.0\\": cut,')
+    """`parallelize_outside_blocks` leaves the embedding of the grey levels whole on every rank."""
+    level = '\\"level\\": RowwiseParallel(input_layouts=Replicate(), use_local_output=False),'
+    return swap(text, level, "")
 
 
 @lie("07b", "type|collective", module="spmd_types.checker")
@@ -453,7 +453,8 @@ def a_shared_head_of_keys_gets_one_gradient(text: str) -> str:
 def ulysses_copies_keys_before_it_sends_them(text: str) -> str:
     """With grouped queries Ulysses sends a copy of the keys and values for each head of queries."""
     copies = "(each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))"
-    return swap(text, "group) for x in (query, key, value))", f"group) for x in (query, *{copies}))")
+    sent = "query = exchange(query, split_dim=1, join_dim=2, group=group)"
+    return swap(text, sent, f"key, value = {copies}; {sent}")
 
 
 @lie("09", "heads", notebook=True)
@@ -471,8 +472,8 @@ def each_rank_counts_its_positions_from_0(text: str) -> str:
 @lie("09", "gather|keys", notebook=True)
 def gathered_keys_are_masked_by_their_place(text: str) -> str:
     """The mask takes the place of a gathered key for its position."""
-    gathered = "theirs = torch.tensor(shares, device=key.device).flatten()"
-    return swap(text, gathered, "theirs = torch.arange(key.shape[2], device=key.device)")
+    gathered = "key_positions = torch.tensor(shares, device=key.device).flatten()"
+    return swap(text, gathered, "key_positions = torch.arange(key.shape[2], device=key.device)")
 
 
 BALANCERS = "torch.distributed.tensor.experimental._context_parallel._load_balancer"
