@@ -125,7 +125,7 @@ WAYS = {
     "python -m helpers export 04 --out DIR": exports(f"{DDP}.py", folder="DIR"),
     ENTER.format("00"): exports(f"{FIRST}.py"),
     "python -m helpers export 11 --slurm --nodes 2 --gpus-per-node 8 --time 04:00:00": exports(
-        *(TRAINER + ending for ending in (".py", ".sbatch", ".slurm.sh", ".nodes.sh", ".k8s.yaml"))
+        *(TRAINER + ending for ending in (".py", ".sbatch", ".slurm.sh", ".nodes.sh", ".k8s.yaml")), "alert.py"
     ),
     "python -m helpers rehearse 11 --gpus 8": Way(
         (REHEARSED, "the host waits for the GPU"), never_prints=("Traceback",), daily=True

@@ -123,6 +123,14 @@ def test_each_chapter_is_there_with_its_code_and_outputs(epub):
         assert len(drawings) == figures, chapter
 
 
+def test_no_sentence_speaks_of_a_cell_that_is_folded(epub):
+    """In the browser a reader opens it, and here it is open."""
+    for name, page in epub.pages.items():
+        for paragraph in page.iter(f"{XHTML}p"):
+            sentence = "".join(paragraph.itertext())
+            assert not re.search(r"\b(folded|closed)\s+cell\b", sentence), (name, sentence)
+
+
 def test_drawings_have_the_names_of_xml(epub):
     """BeautifulSoup writes names such as viewBox in small letters, and in XML they would have no meaning."""
     drawn = [element for page in epub.pages.values() for element in page.iter() if element.tag.startswith(SVG)]

@@ -15,7 +15,7 @@ from leftovers import unchanged, wait_until
 
 from helpers.__main__ import main
 from helpers.export.chapters import find_notebook, preflight
-from helpers.export.launch_files import Allocation, kubernetes_name, launch_files
+from helpers.export.launch_files import ALERT, TEMPLATES, Allocation, kubernetes_name, launch_files
 from helpers.export.notebook import ExportError
 
 PLAIN = 'parser.add_argument("--checkpoint-dir")\n'  # but not --resume
@@ -45,13 +45,18 @@ def test_the_command_writes_what_the_flags_ask_for(helpers, tmp_path):
 
 def test_the_files_of_every_chapter_can_be_read(helpers, tmp_path):
     assert helpers("export", "--all", "--slurm", "--out", tmp_path)[0] == 0
-    scripts = [path.stem for path in tmp_path.glob("*.py")]
+    scripts = [path.stem for path in tmp_path.glob("*.py") if path.name != ALERT]
     assert len(scripts) > 5
     for name in scripts:
         for suffix in (".sbatch", ".slurm.sh", ".nodes.sh"):
             subprocess.run(["bash", "-n", tmp_path / f"{name}{suffix}"], check=True)
         service, job = yaml.safe_load_all((tmp_path / f"{name}.k8s.yaml").read_text())
         assert (service["kind"], job["kind"]) == ("Service", "Job")
+
+
+def test_a_job_that_saves_gets_the_script_that_watches_it():
+    assert files(RESUMES)[ALERT] == (TEMPLATES / ALERT).read_text()
+    assert ALERT not in files(PLAIN)
 
 
 def test_a_name_that_a_shell_would_split_is_refused():

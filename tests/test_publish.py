@@ -4,9 +4,11 @@ import functools
 import http.server
 import importlib
 import os
+import re
 import subprocess
 import sysconfig
 import threading
+import tomllib
 import venv
 
 import nbformat
@@ -26,6 +28,14 @@ def published(wheel):
 
 def test_the_other_cells_are_the_chapters():
     assert published("a.whl").cells[1:] == nbformat.read(CHAPTER, as_version=4).cells
+
+
+def test_the_wheel_takes_the_pytorch_of_colab_and_of_kaggle():
+    """Kaggle's image of August 2026 has 2.10.0. With a narrower range the first cell would replace it."""
+    requirements = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    [needed] = [text for text in requirements if text.startswith("torch")]
+    lowest = re.fullmatch(r"torch>=(\d+)\.(\d+)", needed)
+    assert (int(lowest[1]), int(lowest[2])) <= (2, 10)
 
 
 @pytest.mark.slow

@@ -14,6 +14,8 @@ INTRO = "book/intro"
 # What has no use without a browser: links beside headings, the note for JupyterLab, the frames of a figure that are not
 # shown, the hints how to make the PDF and the EPUB, and what lets figures move.
 ON_SCREEN_ONLY = "a.headerlink, .wso-note, .wso-view:not(.wso-on), p.pdf, p.epub, figure.wso script"
+# What the text calls a cell whose code a reader has to open in a browser. In a PDF and in an EPUB it is open.
+FOLDED_CELL = re.compile(r"\b(?:folded|closed)(?=\s+cell\b)\s+")
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,9 @@ def make_static(content: Tag, document: BeautifulSoup) -> None:
         replace_controls(controls)
     for box in content("details"):
         open_box(box, document)
+    for text in content.find_all(string=FOLDED_CELL):
+        if text.find_parent("pre") is None:
+            text.replace_with(FOLDED_CELL.sub("", text))
 
 
 def replace_controls(controls: Tag) -> None:

@@ -48,6 +48,38 @@ var bookSearch = (() => {
       return others.map((word) => [word, first]);
     }),
   );
+  // Words that are not the same, and yet answer one another: who types that training is slow may find a section on
+  // speed. Such a word counts for less than the one that was typed.
+  const WORTH_OF_RELATED = 0.6;
+  const RELATED = [
+    "slow fast speed speedup throughput performance bottleneck efficient efficiency",
+    "hang wait timeout block blocked",
+    "oom memory",
+    "fail error exception die dies died kill abort exit",
+    "save checkpoint store write",
+    "resume restart continue load",
+    "gpu device card cuda",
+    "node cluster server",
+    "loss accuracy result metric",
+    "different differ differs mismatch wrong incorrect unequal disagree",
+    "convert migrate port adapt change",
+    "split shard divide partition distribute",
+    "evaluation test metric",
+    "diverge explode spike nan inf unstable",
+    "estimate plan calculate predict planner",
+    "install setup",
+    "weight parameter model",
+    "rank process",
+    "seed random reproducible deterministic",
+    "communication bandwidth network interconnect link",
+    "uneven different unequal",
+    "batch sample",
+    "connect rendezvous meet",
+    "cost price money days hours",
+    "precision bfloat16 float16 half",
+    "dataset data loader sampler",
+    "big large huge",
+  ];
   // What is written out in one place is abbreviated in another: a text that has either is found by both.
   const ABBREVIATIONS = [
     [/\bdistributed ?data ?parallel(?:ism)?\b/gi, "ddp"],
@@ -86,6 +118,17 @@ var bookSearch = (() => {
       .replace(/(?<=[a-z]{3})e$/, "")
       .replace(/y$/, "i");
   }
+
+  // {a term: those that are related to it}
+  const RELATED_TO = new Map();
+  for (const line of RELATED) {
+    const group = line.split(" ").map((word) => stem(SAME.get(word) ?? word));
+    for (const term of group) {
+      const others = group.filter((other) => other !== term);
+      RELATED_TO.set(term, [...(RELATED_TO.get(term) ?? []), ...others]);
+    }
+  }
+  const relatedTo = (term) => RELATED_TO.get(term) ?? [];
 
   // The terms of a text: the parts of each name, and the name as one word. So all-reduce, all_reduce and allreduce are
   // the same, and DistributedSampler is found by "distributed sampler". LoRA and ZeRO are one word each: "lo" is another.
@@ -223,6 +266,7 @@ var bookSearch = (() => {
       [headings.at(-1), ...(questions ?? [])].map((text) => [...new Set(terms(text))].filter((term) => !COMMON.has(term))),
     );
     const pairs = new Map(); // {id: the pairs of a section}, of sections that were once found
+    const pairsOfTitles = new Map(); // {id: those in its heading and in the questions that it answers}
 
     // The one of these sentences that has most of the hits, rare ones above all; none if they have no hit.
     function bestOf(sentences, hits) {
@@ -262,7 +306,7 @@ var bookSearch = (() => {
     function weightOf([page, , headings], asked) {
       const heading = headings.at(-1);
       let weight = PAGE_WEIGHTS[page] ?? weights[page] ?? 1;
-      if (/\/\d+[a-z]_/.test(page)) weight *= 0.9; // a practice page comes after its chapter
+      if (/\/\d+[a-z]_/.test(page)) weight *= 0.8; // a practice page comes after its chapter
       if (page === GLOSSARY) weight = asked.defined ? 1.5 : asked.terms.length > 2 ? 0.4 : 0.6;
       if (page === VARIABLES && asked.hasVariable) weight = 1;
       if (asked.comparesMethods && page === GUIDE && heading.startsWith("Which")) weight *= 16;
@@ -292,10 +336,33 @@ var bookSearch = (() => {
       return pairs.get(id);
     }
 
+    function pairsOfTitle(id) {
+      if (!pairsOfTitles.has(id)) {
+        const [, , headings, , , , , questions] = entries[id];
+        pairsOfTitles.set(id, new Set([headings.at(-1), ...(questions ?? [])].flatMap(pairsOf)));
+      }
+      return pairsOfTitles.get(id);
+    }
+
     // How much of a text was asked for, and how much of what was asked for is in the text: from 0 to 1.
     function likeness(ofText, asked) {
-      const shared = sumOf(ofText.filter((term) => asked.terms.includes(term)));
+      let shared = 0;
+      for (const term of asked.terms) {
+        if (ofText.includes(term)) shared += sumOf([term]);
+        else if (relatedTo(term).some((other) => ofText.includes(other))) shared += WORTH_OF_RELATED * sumOf([term]);
+      }
       return (2 * shared) / (sumOf(ofText) + sumOf(asked.terms) || 1);
+    }
+
+    // How much of what was asked for a section has, from 0 to 1. Rare words count more than others.
+    function shareOf(found, asked) {
+      const hits = new Set(found);
+      let sum = 0;
+      for (const term of asked.terms) {
+        if (hits.has(term)) sum += sumOf([term]);
+        else if (relatedTo(term).some((other) => hits.has(other))) sum += WORTH_OF_RELATED * sumOf([term]);
+      }
+      return sum / (sumOf(asked.terms) || 1);
     }
 
     // By how much a section is better than its words alone say: 1 if it is not.
@@ -303,11 +370,13 @@ var bookSearch = (() => {
       const [page, , headings] = entries[id];
       let factor = 1;
       // Its heading, or a question that it answers, is much like the query.
-      factor += 1.5 * Math.max(...titles[id].map((ofText) => likeness(ofText, asked)));
+      factor += 5 * Math.max(...titles[id].map((ofText) => likeness(ofText, asked))) ** 1.75;
       // Neighbours in the query are neighbours in the section.
       if (asked.pairs.length) {
         const found = pairsOfEntry(id);
+        const inTitles = pairsOfTitle(id);
         factor += (0.8 * asked.pairs.filter((pair) => found.has(pair)).length) / asked.pairs.length;
+        factor += (1.4 * asked.pairs.filter((pair) => inTitles.has(pair)).length) / asked.pairs.length;
       }
       // It is a chapter, and its name was typed.
       if (headings.length === 1 && page.startsWith("notebooks/")) {
@@ -318,10 +387,10 @@ var bookSearch = (() => {
     }
 
     // The sections for a query, best first. What a chapter says comes before what a list says. Each word that a section
-    // has counts, the more the fewer sections have it, and none must be there. A word that the book lacks may be
-    // misspelt, and the last one unfinished. Numbers decide little, and in a long query, which is a pasted error, next to
-    // nothing. An error message leads to the section that cures it, a word to its meaning, and a comparison to the
-    // decision guide.
+    // has counts, the more the fewer sections have it, and none must be there. A word that is related to one that was
+    // typed counts for less. A word that the book lacks may be misspelt, and the last one unfinished. Numbers decide
+    // little, and in a long query, which is a pasted error, next to nothing. An error message leads to the section that
+    // cures it, a word to its meaning, and a comparison to the decision guide.
     function find(query, limit = 20) {
       const asked = understand(query);
       const weightOfNumbers = asked.isPastedError ? 0.01 : 0.3;
@@ -329,23 +398,26 @@ var bookSearch = (() => {
       const isPartOf = (term) => (other) => other !== term && term.startsWith(other);
       // all_reduced is three terms. If the book lacks the whole, its parts are enough.
       asked.terms = asked.terms.filter((term) => sectionsWith.has(term) || !known.some(isPartOf(term)));
+      const typed = new Set(asked.terms);
+      const related = new Set(asked.terms.flatMap(relatedTo).filter((term) => sectionsWith.has(term) && !typed.has(term)));
       const scored = index.search(query, {
-        tokenize: () => asked.terms,
+        tokenize: () => [...typed, ...related],
         boost: { heading: 2.5, asked: 2.5, code: 0.4 },
         boostDocument: (id) => weightOf(entries[id], asked),
-        boostTerm: (term) => (isNumber(term) ? weightOfNumbers : 1) * Math.sqrt(rarity(term)),
+        boostTerm: (term) =>
+          (related.has(term) ? 0.2 : 1) * (isNumber(term) ? weightOfNumbers : 1) * Math.sqrt(rarity(term)),
         fuzzy: (term) => (sectionsWith.has(term) || term.length < 4 || /\d/.test(term) ? false : 0.25),
         prefix: (term) => term === asked.lastTerm && term.length > 2,
       });
       const cures = cured(asked);
-      const total = sumOf(asked.terms) || 1;
       const results = scored.map(({ id, score, terms: hits, queryTerms }) => {
-        // MiniSearch multiplies by the number of words that were found. Rare words are to count more than others.
-        const share = (sumOf(queryTerms) / total) ** 1.5;
+        // MiniSearch multiplies by the number of words that were found, related ones among them.
+        const share = shareOf(queryTerms, asked) ** 1.2;
         const isFirst = isMeaning(entries[id], asked) ? 1 : 0;
+        const typedHits = hits.filter((term) => !related.has(term));
         return {
           id,
-          hits: new Set(hits),
+          hits: new Set(typedHits.length ? typedHits : hits), // a result shows why it was found
           first: cures.get(id) ?? isFirst,
           score: (score / queryTerms.length) * share * fit(id, asked),
         };

@@ -1,5 +1,7 @@
 """What starts an exported script on many nodes: a batch file for Slurm, plain torchrun lines, a Job for Kubernetes.
 
+Beside them is alert.py, which watches a job under Slurm.
+
 The texts are in templates/, as a reader gets them, but for the values and the blocks that not every script needs.
 """
 
@@ -29,6 +31,7 @@ TEMPLATE_OF = {
     ".nodes.sh": "nodes.sh",
     ".k8s.yaml": "k8s.yaml",
 }
+ALERT = "alert.py"  # watches a job that saves. It is the same for every script, so it has the name of its template.
 ENVIRONMENT = Environment(
     loader=FileSystemLoader(TEMPLATES),
     undefined=StrictUndefined,
@@ -88,6 +91,8 @@ def launch_files(name: str, script: str, allocation: Allocation, preflight: str)
     texts = {}
     for suffix, template in TEMPLATE_OF.items():
         texts[name + suffix] = ENVIRONMENT.get_template(template).render(values)
+    if abilities.resumes:
+        texts[ALERT] = (TEMPLATES / ALERT).read_text(encoding="utf-8")
     return texts
 
 

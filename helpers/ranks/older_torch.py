@@ -1,6 +1,6 @@
 """Newer names of PyTorch's functions, for machines whose PyTorch is older than the book's.
 
-The book is for PyTorch 2.13 and newer. Colab and Kaggle may have 2.11 or 2.12, which have the same collectives under
+The book is for PyTorch 2.13 and newer. Colab and Kaggle may have 2.10 to 2.12, which have the same collectives under
 other names. The cell that installs the helpers there calls ``use_newer_names``, and so do each rank and the doctor.
 """
 

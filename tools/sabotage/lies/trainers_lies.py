@@ -436,28 +436,43 @@ def the_log_has_no_times(text: str) -> str:
     return swap(text, r"print(f\"{now} step {step}", r"print(f\"step {step}")
 
 
-@lie("13b", "log|open_log|alert", notebook=True)
-def a_missing_log_is_an_empty_one(text: str) -> str:
+def change_alert(module: Any, old: str, new: str) -> None:
+    """Change a line of alert.py in what the export writes. ``module`` is helpers.export.launch_files."""
+
+    @instead_of(module, "launch_files")
+    def launch_files(original: Any, *inputs: Any, **keywords: Any) -> Any:
+        texts = original(*inputs, **keywords)
+        return texts | {module.ALERT: swap(texts[module.ALERT], old, new)}
+
+
+@lie("13b", "log|open_log|alert", module="helpers.export.launch_files")
+def a_missing_log_is_an_empty_one(module: Any) -> None:
     """For the alert, a log that is not there is one without lines."""
-    return swap(text, r"log = None\n", r"log = \"\"\n", times=2)  # in the cell, and in the file that it prints
+    change_alert(module, "return None\n    lines = []", "return []\n    lines = []")
 
 
-@lie("13b", "held|alert", notebook=True)
-def a_held_job_waits_its_turn(text: str) -> str:
+@lie("13b", "held|alert", module="helpers.export.launch_files")
+def a_held_job_waits_its_turn(module: Any) -> None:
     """The alert takes a job that Slurm holds for one that waits for nodes."""
-    return swap(text, 'if \\"held\\" in reason.lower() or reason', "if reason", times=2)
+    change_alert(module, 'if "held" in reason.lower() or reason', "if reason")
 
 
-@lie("13b", "squeue|ended|alert", notebook=True)
-def a_squeue_that_fails_means_the_end(text: str) -> str:
+@lie("13b", "squeue|ended|alert", module="helpers.export.launch_files")
+def a_squeue_that_fails_means_the_end(module: Any) -> None:
     """If `squeue` fails, whatever its reason, the alert says that the job has ended."""
-    return swap(text, "if answer.returncode == 0 or", "if answer.returncode >= 0 or", times=2)
+    change_alert(module, "if answer.returncode == 0:", "if answer.returncode >= 0:")
 
 
-@lie("13b", "alert|trouble|once", notebook=True)
-def the_alert_repeats_itself(text: str) -> str:
+@lie("13b", "alert|trouble|once", module="helpers.export.launch_files")
+def the_alert_repeats_itself(module: Any) -> None:
     """The alert says of a job that has ended every five minutes that it has."""
-    return swap(text, "if name.isupper() and name not in before:", "if name.isupper():", times=2)
+    change_alert(module, "known = memory.read_text().splitlines()", "known = []")
+
+
+@lie("13b", "silence|start|log", module="helpers.export.launch_files")
+def a_new_start_is_silent_since_the_old_one(module: Any) -> None:
+    """The alert counts the silence from the last line of the log, also if the job has just started again."""
+    change_alert(module, "last_sign = max(started, job.log[-1].written)", "last_sign = job.log[-1].written")
 
 
 @lie("13b", "goodput|repeated|kept", notebook=True)

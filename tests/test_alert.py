@@ -1,0 +1,164 @@
+"""alert.py, which `export --slurm` writes beside the batch file: what it says of a job, and that it says it once."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from datetime import datetime, timedelta
+
+import pytest
+
+from helpers.export.launch_files import ALERT, TEMPLATES
+
+FILE = TEMPLATES / ALERT
+NOW = datetime(2026, 11, 13, 7, 30)
+
+
+@pytest.fixture(scope="module")
+def alert():
+    """The file as a module. It is a template, and not a part of the package, so it is imported by its path."""
+    specification = importlib.util.spec_from_file_location("alert", FILE)
+    module = importlib.util.module_from_spec(specification)
+    sys.modules["alert"] = module  # a dataclass looks its own module up there
+    specification.loader.exec_module(module)
+    yield module
+    del sys.modules["alert"]
+
+
+@pytest.fixture
+def names(alert):
+    """A function that returns the names of the troubles of a job, which trains and saves but for what it is told."""
+
+    def find(**known):
+        started = NOW - timedelta(days=2)
+        log = [alert.LogLine(NOW - timedelta(seconds=2 * number), 2.0) for number in range(30, 0, -1)]
+        facts = {"entry": alert.QueueEntry("RUNNING", started, "None"), "log": log}
+        facts["newest_save"] = NOW - timedelta(minutes=50)
+        job = alert.Job(now=NOW, **facts | known)
+        limits = alert.Limits(step_seconds=2.0, save_hours=1, silent_minutes=15)
+        return [trouble.name for trouble in alert.find_troubles(job, limits)]
+
+    return find
+
+
+def minutes_ago(minutes):
+    return NOW - timedelta(minutes=minutes)
+
+
+def test_a_job_that_trains_and_saves_has_no_trouble(names):
+    assert names() == []
+
+
+def test_what_squeue_says_comes_first(names, alert):
+    assert names(entry=None) == ["ENDED"]
+    assert names(entry=alert.QueueEntry("PENDING", None, "launch failed requeued held")) == ["HELD"]
+    assert names(entry=alert.QueueEntry("PENDING", None, "JobHeldUser")) == ["HELD"]
+    assert names(entry=alert.QueueEntry("PENDING", None, "BadConstraints")) == ["HELD"]
+    # These wait for nodes, and an old log and an old checkpoint are no trouble of theirs.
+    silent = {"log": [alert.LogLine(minutes_ago(300), 2.0)], "newest_save": minutes_ago(300)}
+    for state in ("PENDING", "COMPLETING", "REQUEUED"):
+        assert names(entry=alert.QueueEntry(state, None, "Resources"), **silent) == []
+
+
+@pytest.mark.parametrize(("silent", "expected"), [(14, []), (16, ["HANGS"])])
+def test_silence_counts_from_the_last_line_or_from_the_last_start(names, alert, silent, expected):
+    old_log = [alert.LogLine(minutes_ago(silent), 2.0)]
+    assert names(log=old_log) == expected
+    just_started = alert.QueueEntry("RUNNING", minutes_ago(silent), "None")
+    assert names(log=[alert.LogLine(minutes_ago(300), 2.0)], entry=just_started) == expected
+    assert names(log=[], entry=just_started) == expected
+
+
+def test_a_job_without_a_log_has_its_own_message_after_the_same_time(names, alert):
+    assert names(log=None) == ["NO LOG"]
+    assert names(log=None, entry=alert.QueueEntry("RUNNING", minutes_ago(5), "None")) == []
+
+
+def test_slow_is_the_median_of_twenty_lines(names, alert):
+    def log_of(seconds):
+        return [alert.LogLine(minutes_ago(0), each) for each in seconds]
+
+    assert names(log=log_of([2.3] * 20)) == ["SLOW"]
+    assert names(log=log_of([2.1] * 20)) == []  # five percent are no alarm
+    assert names(log=log_of([2.3] * 19)) == []  # too few to say
+    assert names(log=log_of([2.0] * 11 + [60.0] * 9)) == []  # nine steps saved
+    assert names(log=log_of([2.3] * 30 + [2.0] * 20)) == []  # it was slow yesterday
+
+
+def test_an_old_checkpoint_is_a_trouble_beside_others(names, alert):
+    assert names(newest_save=minutes_ago(61)) == ["OLD"]
+    assert names(newest_save=None) == ["OLD"]  # it started two days ago
+    started = alert.QueueEntry("RUNNING", minutes_ago(50), "None")
+    assert names(newest_save=minutes_ago(300), entry=started) == []  # this start has its hour, too
+    assert names(newest_save=None, entry=started) == []
+    assert names(log=[alert.LogLine(minutes_ago(300), 2.0)], newest_save=minutes_ago(300)) == ["HANGS", "OLD"]
+
+
+def test_squeues_line_is_read(alert):
+    assert alert.read_entry("") is None
+    assert alert.read_entry("\n") is None
+    pending = alert.read_entry("PENDING N/A launch failed requeued held\n")
+    assert pending == alert.QueueEntry("PENDING", None, "launch failed requeued held")
+    running = alert.read_entry("RUNNING 2026-11-10T08:00:00 None\n")
+    assert running == alert.QueueEntry("RUNNING", datetime(2026, 11, 10, 8), "None")
+
+
+def test_a_line_that_is_half_written_is_left_out(alert, tmp_path):
+    log = tmp_path / "alive.log"
+    assert alert.read_log(log) is None
+    log.write_text("")
+    assert alert.read_log(log) == []
+    log.write_text("2026-11-13T07:29:57 step 8000 seconds 2.0000\n2026-11-13T07:29:59 step 80")
+    assert alert.read_log(log) == [alert.LogLine(datetime(2026, 11, 13, 7, 29, 57), 2.0)]
+
+
+def test_files_and_folders_count_as_checkpoints(alert, tmp_path):
+    assert alert.find_newest_save(tmp_path / "none") is None
+    (tmp_path / "step_00000010.pt").touch()
+    os.utime(tmp_path / "step_00000010.pt", (1000, 1000))
+    assert alert.find_newest_save(tmp_path) == datetime.fromtimestamp(1000)
+    (tmp_path / "step_00000020").mkdir()
+    os.utime(tmp_path / "step_00000020", (2000, 2000))
+    assert alert.find_newest_save(tmp_path) == datetime.fromtimestamp(2000)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+DOWN = "echo call >> calls; echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1"
+UNKNOWN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+RUNS = f"echo RUNNING {datetime.now():%Y-%m-%dT%H:%M:%S} None"
+HELD = "echo PENDING N/A JobHeldUser"
+
+
+@pytest.fixture
+def say(tmp_path):
+    """A function that returns what the command prints if squeue does this. It may run in any order, in one folder."""
+
+    def run(squeue_does):
+        squeue = tmp_path / "squeue"
+        squeue.write_text(f"#!/bin/sh\n{squeue_does}\n")
+        squeue.chmod(0o755)
+        command = [sys.executable, FILE, "4711", "jobs/run"]
+        command += ["--step-seconds=2", "--save-hours=1", "--pause=0"]
+        env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        return subprocess.run(command, cwd=tmp_path, env=env, check=True, capture_output=True, text=True).stdout
+
+    (tmp_path / "jobs").mkdir()
+    return run
+
+
+def test_a_trouble_is_told_once_and_again_after_it_was_gone(say, tmp_path):
+    assert say(HELD) == "job 4711: HELD: JobHeldUser. It waits for a person, not for nodes\n"
+    assert say(HELD) == ""
+    assert say(RUNS) == ""
+    assert say(HELD).startswith("job 4711: HELD")
+    assert say(UNKNOWN) == "job 4711: ENDED: it is not in the queue any more\n"
+    assert say("true") == ""  # Slurm may say nothing of a job that has ended
+    assert (tmp_path / "jobs" / "run.said").read_text() == "ENDED"
+
+
+def test_squeue_is_asked_three_times_before_it_has_failed(say, tmp_path):
+    assert say(DOWN) == "job 4711: NO ANSWER: squeue failed three times\n"
+    assert (tmp_path / "calls").read_text().split() == ["call"] * 3
+    once = f"if [ -e tried ]; then {RUNS}; exit; fi; touch tried; {DOWN}"
+    assert say(once) == ""
