@@ -309,7 +309,7 @@ SLOW_BETWEEN_HOSTS = {f"ranks_{a}_{b}": SLOW_LINK for a in (0, 1) for b in (2, 3
         ),
         (
             {"gpus": True, "rank3": {"health": Health(0, xids=(48, 95))}},
-            "note The GPU of rank 3 on node1 had Xid 48, 95 since the host has started.",
+            "note The GPU of rank 3 on node1 had Xid 48, 95 since the host booted.",
         ),
         (LITTLE_MEMORY, "note node0 has only 64 MB of shared memory; data loaders and NCCL use it."),
         ({"gpus": True, **LITTLE_MEMORY}, "WRONG node0 has only 64 MB of shared memory"),

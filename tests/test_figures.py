@@ -12,6 +12,7 @@ from matplotlib import pyplot
 from nbval.plugin import get_sanitize_patterns
 
 from helpers.figures import drawing
+from helpers.figures.collectives import machines, ring_step, speeds_by_size, tensors
 from helpers.figures.ddp import ddp_overlap, exposed, overlap_schedule, replicas
 from helpers.figures.drawing import RANK_COLORS, canvas, rank_color, show
 from helpers.figures.sliders import explore
@@ -44,6 +45,10 @@ def test_the_picture_of_the_three_places_has_the_ranks_colors():
 def every_figure():
     yield replicas()
     yield ddp_overlap(8, 16)
+    yield machines(2, 4)
+    yield tensors({"before": [[1, 2], [10, 20]], "after": [[11, 22], [11, 22]]})
+    yield ring_step({2: [[[1, 2], [1, 22], [11, 22]], [[10, 20], [11, 20], [11, 22]]]}, world_size=2, step=1)
+    yield speeds_by_size([2**14, 2**20], {2: [1e-4, 2e-3], 4: [2e-4, 4e-3]})
     yield drawing.lines({0: [3, 2, 1], "plain": [1, 2, 3]}, [1, 2, 3], "step", "loss")
     yield drawing.bars({"fp32": 4.0, "fp16": 2.0}, "megabytes")
     yield drawing.timeline({rank: [("compute", 0, 3, ""), ("network", 2, 4, "")] for rank in (0, 1)}, "time (ms)")

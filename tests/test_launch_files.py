@@ -170,6 +170,14 @@ def test_a_third_failure_at_the_same_checkpoint_ends_the_job(tmp_path):
     assert not fails("step_30.tmp"), "half a checkpoint"
 
 
+def test_only_a_new_submission_forgets_the_failures(tmp_path):
+    run_batch(tmp_path, "exit 1")
+    run_batch(tmp_path, "cp work/failures kept", SLURM_RESTART_COUNT="1")
+    assert (tmp_path / "kept").exists()
+    run_batch(tmp_path, "cp work/failures forgotten || true", SLURM_RESTART_COUNT="0")
+    assert not (tmp_path / "forgotten").exists()
+
+
 def test_a_node_that_failed_twice_is_excluded(tmp_path):
     _, first = run_batch(tmp_path, "exit 1")
     assert "ExcNodeList" not in first

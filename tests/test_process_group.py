@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 
 import psutil
 import pytest
@@ -145,3 +146,16 @@ def test_a_rank_without_a_gpu_of_its_own_raises(pretend):
         start_process_group()
     assert len(str(raised.value).splitlines()) == 2
     assert not started
+
+
+# ---- The end
+
+
+@pytest.mark.parametrize(("backend", "pauses"), [("gloo", [0.1]), ("nccl", [])])
+def test_a_group_ends_after_a_pause_on_gloo_and_at_once_on_nccl(monkeypatch, backend, pauses):
+    slept = []
+    start_process_group("gloo")
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(time, "sleep", slept.append)
+    stop_process_group()
+    assert slept == pauses

@@ -8,13 +8,16 @@ import functools
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
+import time
 import tomllib
 
 import nbformat
 import pytest
 import recorded
+import torch
 from forked import forked, script_alone, script_on_ranks
 from ruff import find_ruff_bin
 from scripting import CHAPTERS, ROOT, TOLERANCE, export, rehearse_here, result, stand_alone, torchrun
@@ -222,3 +225,23 @@ def test_the_cheat_sheet_on_two_ranks(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, tmp_path / "sheet.py"], env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.count("the end") == 2, done.stderr
+
+
+def test_the_clock_of_chapter_2_leaves_out_the_first_call_and_slow_means(tmp_path, monkeypatch):
+    functions = runpy.run_path(str(export("02", tmp_path)))
+    now = 0.0  # the time of a pretended clock
+    calls = []
+
+    def call():
+        nonlocal now
+        calls.append("call")
+        now += 0.005
+        if len(calls) in (1, 4):  # the first call, and one of the first mean
+            now += 0.5
+
+    functions["start_process_group"]("gloo")
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    seconds = functions["time_call"](call, repeat=0.015, device=torch.device("cpu"))
+    functions["stop_process_group"]()
+    assert seconds == pytest.approx(0.005)
+    assert len(calls) == 1 + 1 + 3 * 3  # one that is left out, one to choose how many, and three means of three

@@ -4,6 +4,8 @@ import pytest
 from loading import loaded
 from scripting import export
 
+from helpers.ranks.launch import launch
+
 FITTING = {
     "world_size": 4,
     "tp": 2,
@@ -48,3 +50,25 @@ def test_arguments_that_do_not_fit_are_refused(script, case):
 def test_the_median_step_is_not_one_of_the_first_five(script):
     assert script.median_step([0, 9, 18, 27, 36, 45, 46, 47, 49]) == 1
     assert script.median_step([0, 9, 18]) == 9  # there are no others
+
+
+def compare_with_zero_projections(path):
+    """The largest difference of a model, whose blocks add nothing yet, from itself."""
+    script = loaded(path)
+    mesh = script.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    models = []
+    for _ in range(2):
+        script.torch.manual_seed(0)
+        model = script.PixelTransformer(width=8, layers=1, levels=script.LEVELS)
+        for layer in (model.blocks[0].out, model.blocks[0].mlp[2]):
+            script.nn.init.zeros_(layer.weight)
+            script.nn.init.zeros_(layer.bias)
+        models.append(model)
+    grey = script.torch.randint(script.LEVELS, (4, 64))
+    labels = script.torch.randint(10, (4,))
+    return max(script.equal_to_one_process(*models, grey, labels, mesh).values())
+
+
+def test_a_model_with_zero_projections_is_equal_to_itself(script):
+    """Nanochat and LoRA begin so: then outputs and gradients before the zeros are zero on both sides."""
+    assert launch(compare_with_zero_projections, script.__file__, nproc=1) == [0.0]

@@ -23,7 +23,7 @@ class Health:
 
     uncorrected_errors: int | None = None  # of the memory (ECC), since the last reset; None if it does not say
     slowdowns: tuple[str, ...] = ()  # why the clocks are far below normal, such as "hw_thermal_slowdown"
-    xids: tuple[int, ...] = ()  # since the host has started, only those that say that the GPU is broken
+    xids: tuple[int, ...] = ()  # since the host booted, only those that say that the GPU is broken
     not_read: tuple[str, ...] = ()  # what could not be asked, and why
 
 

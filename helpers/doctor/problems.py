@@ -49,9 +49,9 @@ def problems(findings: Findings) -> list[Problem]:
 def notes(findings: Findings) -> list[Problem]:
     """What is not wrong, but may explain why training is slow. On NCCL most of it counts as wrong."""
     if findings.backend == "nccl":
-        return [*worn_gpus(findings), *slow_ranks(findings)]
+        return [*gpus_with_warnings(findings), *slow_ranks(findings)]
     # On gloo the speed of a link depends on how busy the cores are, so a slow one need not be a fault.
-    return [*worn_gpus(findings), *scarce_memory(findings), *slow_links(findings), *slow_ranks(findings)]
+    return [*gpus_with_warnings(findings), *scarce_memory(findings), *slow_links(findings), *slow_ranks(findings)]
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -153,8 +153,8 @@ def broken_gpus(findings: Findings) -> Iterator[Problem]:
     yield from unevenly_divided_gpus(findings)
 
 
-def worn_gpus(findings: Findings) -> Iterator[Problem]:
-    """GPUs whose clocks are slowed down, and GPUs that had a bad Xid since their host has started.
+def gpus_with_warnings(findings: Findings) -> Iterator[Problem]:
+    """GPUs whose clocks are slowed down, and GPUs that had a bad Xid since their host booted.
 
     The Xid may be older than the GPU's last reset, so it is a note.
     """
@@ -170,7 +170,7 @@ def worn_gpus(findings: Findings) -> Iterator[Problem]:
         if facts.health.xids:
             numbers = ", ".join(map(str, facts.health.xids))
             yield Problem(
-                f"The GPU of rank {rank} on {facts.host} had Xid {numbers} since the host has started.",
+                f"The GPU of rank {rank} on {facts.host} had Xid {numbers} since the host booted.",
                 f"Unless it was reset since then, leave {facts.host} out and tell an administrator.",
             )
 

@@ -127,9 +127,9 @@ def draw_legend(ax: Axes) -> None:
     """Draw a box and a name for each of PARTS. It is in ink, because every rank has its own colour."""
     box_width = 16
     gap = 6  # between a box and its name
-    gap_between_entries = 20
-    width_of_character = 7.5  # about
-    x: float = LEFT
+    gap_between_entries = 18
+    width_of_character = 9.5  # about, with the larger letters that a phone needs
+    x: float = 0
     for label, name in PARTS.items():
         boxes(ax, [(x, 6, box_width, 13)], **look_of(label, INK))
         text_x = x + box_width + gap

@@ -247,8 +247,8 @@ def put_in_place(
             f"{final.name} was not saved: {error}\nThose before it are as they were."
         ) from None
     older = finished(path.parent)[:-keep]  # none if keep is 0
-    for checkpoint in older:
-        remove(checkpoint)
+    for old_path in older:
+        remove(old_path)
 
 
 def complete_manifest(path: Path, written: list[dict]) -> dict[str, tuple[int, str]]:

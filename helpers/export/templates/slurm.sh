@@ -9,7 +9,7 @@ begin() {
 {% endif %}
   rm -f "$JOB_FOLDER/stopped" "$JOB_FOLDER/failed_nodes"
   if [ "$START" -eq 0 ]; then
-    rm -f "$JOB_FOLDER/failures"  # of an older job in this folder, which somebody has looked at since then
+    rm -f "$JOB_FOLDER/failures"  # of an older job in this folder: a new submission counts from zero
   fi
   echo "start $START on $SLURM_JOB_NODELIST"
   find_addresses

@@ -1,6 +1,7 @@
 """Lies (planted faults) about the first run, process groups, launchers and collectives."""
 
 import os
+import time
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -324,15 +325,6 @@ def mesh_counts_columns_first(module: Any) -> None:
     replace(module, "init_device_mesh", init_device_mesh)
 
 
-@lie("01", "NCCL if there are GPUs", module=PROCESS_GROUP)
-def start_process_group_takes_gloo_on_gpus(module: Any) -> None:
-    """`start_process_group` takes gloo by default, even where there are GPUs."""
-
-    @instead_of(module, "start_process_group")
-    def start_process_group(original: Any, backend: Any = None, *inputs: Any, **keywords: Any) -> Any:
-        return original(backend or "gloo", *inputs, **keywords)
-
-
 @lie("01", "local-rank|LOCAL_RANK|local rank", module=AGENT)
 def torchrun_passes_the_old_flag(module: Any) -> None:
     """torchrun passes `--local-rank` to the script."""
@@ -374,6 +366,15 @@ def spawn_tells_each_process_rank_0(module: Any) -> None:
         original(fn, 0, args, error_file)
 
 
+@lie("01", "spawn", module="torch.multiprocessing.spawn")
+def spawn_forks(module: Any) -> None:
+    """`mp.spawn` forks, so that the new process has the function of a cell."""
+
+    @instead_of(module, "start_processes")
+    def start_processes(original: Any, *inputs: Any, start_method: str = "fork", **keywords: Any) -> Any:
+        return original(*inputs, start_method="fork", **keywords)
+
+
 @lie("01", "connections", module=C10D)
 def a_rank_that_leaves_keeps_its_connections(module: Any) -> None:
     """A rank that has left its group keeps its connections open."""
@@ -383,18 +384,6 @@ def a_rank_that_leaves_keeps_its_connections(module: Any) -> None:
     def destroy_process_group(original: Any, group: Any = None) -> None:
         left.append(module.group.WORLD)
         original(group)
-
-
-@lie("01", "local.rank|LOCAL_RANK|GPU", module=PROCESS_GROUP)
-def the_device_is_the_rank(module: Any) -> None:
-    """`start_process_group` takes the GPU whose number is the rank."""
-
-    @instead_of(module, "start_process_group")
-    def start_process_group(original: Any, *inputs: Any, **keywords: Any) -> Any:
-        if "RANK" not in os.environ:
-            return original(*inputs, **keywords)
-        with mock.patch.dict(os.environ, {"LOCAL_RANK": os.environ["RANK"]}):
-            return original(*inputs, **keywords)
 
 
 @lie("01", "root cause|failed first", module=ERRORS)
@@ -427,16 +416,6 @@ def tasks_of_mpirun_are_not_noticed(module: Any) -> None:
             os.environ.pop("OMPI_COMM_WORLD_SIZE", None)
             os.environ.pop("PMI_SIZE", None)
             return original(*inputs, **keywords)
-
-
-@lie("01", "end|leave", module=PROCESS_GROUP)
-def stop_process_group_does_not_pause(module: Any) -> None:
-    """`stop_process_group` leaves a gloo group without a pause."""
-
-    @instead_of(module, "stop_process_group")
-    def stop_process_group(original: Any) -> None:
-        if module.dist.is_initialized():
-            module.dist.destroy_process_group()
 
 
 # --- Collectives
@@ -571,16 +550,20 @@ def the_clock_reports_the_fastest_rank(text: str) -> str:
     )
 
 
-@lie("02", "first call|clock", notebook=True)
-def the_clock_counts_the_first_call(text: str) -> str:
-    """Chapter 2's clock makes no call before it starts."""
-    return swap(text, "mean_seconds(call, 1, device)  # the first call opens connections", "pass")
+@lie("02", "latency", module=C10D)
+def an_all_reduce_costs_its_bytes_alone(c10d: Any) -> None:
+    """An `all_reduce` takes so long for each byte that its latency does not count."""
+
+    @instead_of(c10d, "all_reduce")
+    def all_reduce(original: Any, tensor: Any, *inputs: Any, **keywords: Any) -> Any:
+        time.sleep(tensor.nbytes * 100e-9)  # 0.4 s for 4 MiB
+        return original(tensor, *inputs, **keywords)
 
 
-@lie("02", "best of three|clock|slowest", notebook=True)
-def the_clock_takes_the_worst_mean(text: str) -> str:
-    """Chapter 2's clock takes the worst of its three means."""
-    return swap(text, "return min(mean_seconds(call, rounds", "return max(mean_seconds(call, rounds")
+@lie("02", "WRONG|wrong|busbw", notebook=True)
+def the_bus_carries_all_bytes_of_an_all_to_all(text: str) -> str:
+    """Chapter 2's benchmark counts what a rank keeps for itself as bytes that a link carries."""
+    return swap(text, "output, parts_for_me, one_way)", "output, parts_for_me, 1)")
 
 
 @lie("02", "WRONG|wrong", notebook=True)

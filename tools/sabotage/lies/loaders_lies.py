@@ -16,9 +16,9 @@ def set_epoch_is_ignored(module: Any) -> None:
     replace(module.DistributedSampler, "set_epoch", nothing)
 
 
-@lie("03", "repeat|equally many|pad", module=SAMPLER)
+@lie("03", "repeat|same number|pad", module=SAMPLER)
 def sampler_drops_its_padding(module: Any) -> None:
-    """`DistributedSampler` repeats no sample, so that the ranks get unequally many."""
+    """`DistributedSampler` repeats no sample, so that the ranks get unequal numbers of them."""
 
     @instead_of(module.DistributedSampler, "__iter__")
     def indices(original: Any, self: Any) -> Any:

@@ -1,0 +1,153 @@
+"""Figures of chapters 1 and 2: ranks on their nodes, the numbers that they hold, and what a message costs."""
+
+from collections.abc import Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from helpers.figures.drawing import INK, boxes, canvas, figure, rank_color, style
+
+# All sizes and positions below are in pixels, and y grows downwards.
+
+# --- ranks on their nodes ---------------------------------------------------------------------------------------------
+
+GAP = 16  # between two nodes
+
+
+@style()
+def machines(nodes: int, per_node: int) -> Figure:
+    """A Figure of nodes as frames, with their ranks inside: of each its rank, its local rank and its device."""
+    fig, ax = canvas(660, 140)
+    frame = (660 - GAP * (nodes - 1)) / nodes
+    width = (frame - 12) / per_node - 8
+    for node in range(nodes):
+        x = node * (frame + GAP)
+        boxes(ax, [(x + 1, 26, frame - 2, 108)], facecolor="none", edgecolor=INK, linewidth=1)
+        ax.text(x + frame / 2, 17, f"node {node}", ha="center", weight="bold")
+        for local_rank in range(per_node):
+            rank = node * per_node + local_rank
+            left = x + 10 + local_rank * (width + 8)
+            color = rank_color(rank)
+            boxes(ax, [(left, 38, width, 84)], facecolor=(color, 0.25), edgecolor=color, linewidth=1)
+            middle = left + width / 2
+            ax.text(middle, 62, f"rank {rank}", ha="center", weight="bold")
+            ax.text(middle, 88, f"local {local_rank}", ha="center")
+            ax.text(middle, 110, f"cuda:{local_rank}", ha="center")
+    return fig
+
+
+# --- the numbers that ranks hold --------------------------------------------------------------------------------------
+
+FIRST_CELL = 66  # the left side of a stage's cells, where the names of the ranks end
+FIRST_ROW = 30  # the top of rank 0's cells
+ROW = 42  # from one rank's cells to the next rank's
+CELL_HEIGHT = 32
+CELL_GAP = 4
+WIDEST_CELL = 140
+
+
+@style()
+def tensors(stages: Mapping[str, Sequence[Sequence[int]]], arrived: Sequence[tuple[int, int, int]] = ()) -> Figure:
+    """A Figure of up to four ranks' numbers in one or more stages: {title: [rank 0's numbers, ...]}.
+
+    The k-th digit of a number, from the right, came from rank k, so the number's cell is striped in these ranks'
+    colours. ``arrived`` are (rank, column, rows) of the only stage: cells that came from so many rows above, and get a
+    thick frame.
+    """
+    fig, ax = canvas(660, 34 + 4 * ROW)
+    pitch = 640 / len(stages)  # from one stage's left side to the next one's
+    columns = max(len(row) for rows in stages.values() for row in rows)
+    width = min(WIDEST_CELL, (pitch - 46) / columns)
+    frames = []
+    stripes: dict[int, list[tuple[float, float, float, float]]] = {}  # {rank: rectangles in its colour}
+    for stage, (title, rows) in enumerate(stages.items()):
+        left = FIRST_CELL + stage * pitch
+        ax.text(left, 18, title, weight="bold")
+        if stage > 0:
+            ax.text(left - 29, FIRST_ROW + ROW / 2 * len(rows), "→", ha="center", fontsize=17)
+        for rank, row in enumerate(rows):
+            y = FIRST_ROW + ROW * rank
+            if stage == 0:
+                ax.text(0, y + 20, f"rank {rank}")
+            for column, number in enumerate(row):
+                x = left + column * width
+                frames.append((x, y, width - CELL_GAP, CELL_HEIGHT))
+                ax.text(x + width / 2 - 2, y + 21, str(number), ha="center", fontsize=12)
+                sources = [k for k, digit in enumerate(reversed(str(number))) if digit != "0"]
+                stripe = (width - CELL_GAP) / len(sources)
+                for place, k in enumerate(sources):
+                    stripes.setdefault(k, []).append((x + place * stripe, y, stripe, CELL_HEIGHT))
+    for k, rectangles in sorted(stripes.items()):
+        boxes(ax, rectangles, facecolor=(rank_color(k), 0.4), zorder=0.5)
+    boxes(ax, frames, facecolor="none", edgecolor=INK, linewidth=0.8)
+    for rank, column, rows_above in arrived:
+        cell = (FIRST_CELL + column * width, FIRST_ROW + ROW * rank, width - CELL_GAP, CELL_HEIGHT)
+        move = f"move 0 {-ROW * rows_above}"  # where the slider's script lets it come from
+        boxes(ax, [cell], gid=move, facecolor=(0, 0, 0, 0.12), edgecolor=INK, linewidth=2.6)
+    return fig
+
+
+def ring_step(rings: Mapping[int, Sequence[Sequence[Sequence[int]]]], world_size: int = 4, step: int = 0) -> Figure:
+    """A Figure of all ranks' numbers after a step of a ring all-reduce; what the step brought is framed.
+
+    ``rings`` has what was recorded: {world size: [rank 0's numbers before the first step and after each, ...]}.
+    """
+    last = 2 * (world_size - 1)
+    states = [states_of_rank[min(step, last)] for states_of_rank in rings[world_size]]
+    if step > last:
+        return tensors({f"done after {last} steps": states})
+    if step == 0:
+        return tensors({"before": states})
+    arrived = [(0, -step % world_size, 1 - world_size)]  # rank 0's came from the last row
+    for rank in range(1, world_size):
+        arrived.append((rank, (rank - step) % world_size, 1))
+    verb = "added" if step < world_size else "copied"
+    return tensors({f"step {step} of {last}: {verb}": states}, arrived)
+
+
+# --- what a message costs ---------------------------------------------------------------------------------------------
+
+MARKERS = {2: "o", 4: "^"}  # of a number of ranks
+DASHES = {2: "-", 4: "--"}
+NAMES_OF_SIZES = {4: "4 B", 2**8: "256 B", 2**12: "4 KiB", 2**16: "64 KiB", 2**20: "1 MiB", 2**22: "4 MiB"}
+
+
+@style()
+def speeds_by_size(sizes: Sequence[int], seconds: Mapping[int, Sequence[float]]) -> Figure:
+    """A Figure of an all-reduce's bytes per second against its bytes: marks, and curves of the model.
+
+    ``sizes`` are the bytes of the messages, and ``seconds`` is {number of ranks, 2 or 4: the time of each size}.
+    """
+    fig = figure(600, 340, layout="constrained")
+    ax = fig.subplots()
+    for world_size, times in seconds.items():
+        speeds = [size / time / 1e6 for size, time in zip(sizes, times, strict=True)]
+        model = [speed / 1e6 for speed in model_speeds(sizes, times)]
+        label = f"{world_size} ranks: {1e6 * min(times):.0f} µs, {max(speeds):.0f} MB/s"
+        ax.plot(sizes, speeds, MARKERS[world_size], color=INK, label=label)
+        ax.plot(sizes, model, DASHES[world_size], color=INK)
+        if world_size == 2:
+            name_widest_gap(ax, sizes, speeds, model)
+    ax.set(xscale="log", yscale="log", xlabel="bytes n of the message")
+    ax.set_title("n / t (MB/s)")
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.set_xticks(sizes, [NAMES_OF_SIZES.get(size, "") for size in sizes])
+    ax.minorticks_off()
+    fig.legend(loc="outside upper left")
+    return fig
+
+
+def model_speeds(sizes: Sequence[int], times: Sequence[float]) -> list[float]:
+    """The model's bytes per second of each size: n / (latency + n / bandwidth), with both from the measured times."""
+    latency = min(times)
+    bandwidth = max(size / time for size, time in zip(sizes, times, strict=True))
+    return [size / (latency + size / bandwidth) for size in sizes]
+
+
+def name_widest_gap(ax: Axes, sizes: Sequence[int], measured: Sequence[float], model: Sequence[float]) -> None:
+    """Join mark and curve where the model is most optimistic, and say both speeds."""
+    ratios = [promise / speed for promise, speed in zip(model, measured, strict=True)]
+    k = ratios.index(max(ratios))
+    ax.plot([sizes[k]] * 2, [measured[k], model[k]], ":", color=INK)
+    words = f"model: {model[k]:.3g}\nmeasured: {measured[k]:.3g}"
+    ax.text(sizes[k] / 1.4, model[k] * 1.5, words, ha="right")
