@@ -179,6 +179,7 @@ TESTS = {  # by which other test a line is run
     "python -m helpers verify": "../Makefile::python -m helpers verify $(ARGS)",
     "python -m helpers export 04 --out jobs": "test_commands.py::python -m helpers export 04 --out DIR",
     "python -m helpers export 12": "test_commands.py::python -m helpers export {} && cd scripts",
+    "python -m helpers export 11 && cd scripts": "test_commands.py::python -m helpers export {} && cd scripts",
     "python -m helpers export 16 --slurm --nodes=2 --gpus-per-node=8 --time=04:00:00": (
         "test_commands.py::python -m helpers export 11 --slurm"
     ),

@@ -245,3 +245,20 @@ def test_the_clock_of_chapter_2_leaves_out_the_first_call_and_slow_means(tmp_pat
     functions["stop_process_group"]()
     assert seconds == pytest.approx(0.005)
     assert len(calls) == 1 + 1 + 3 * 3  # one that is left out, one to choose how many, and three means of three
+
+
+WRONG_RESULTS = {  # {chapter: (a line of its script, what makes its result wrong, what the script then says)}
+    "01": ("return total.item() == expected", "return False", "The sum over all ranks is wrong."),
+    "02": ("num_correct = sum(row.correct for row in rows)", "num_correct = 0", "A collective gave a wrong result."),
+}
+
+
+@pytest.mark.parametrize("chapter", WRONG_RESULTS)
+def test_a_check_of_a_new_machine_that_fails_ends_with_an_error(chapter, alone, tmp_path):
+    line, wrong_line, message = WRONG_RESULTS[chapter]
+    script = export(chapter, tmp_path)
+    text = script.read_text()
+    assert text.count(line) == 1
+    script.write_text(text.replace(line, wrong_line))
+    status, _, errors, _ = forked(script_alone(script, "--backend=gloo"), alone)
+    assert status == 1 and errors.endswith(f"{message}\n"), errors

@@ -557,6 +557,37 @@ def test_a_checkpoint_that_the_host_cannot_hold_is_refused_at_the_start(script, 
     assert names_in(tmp_path) == []
 
 
+def test_the_memory_of_a_job_is_what_its_cgroups_allow(script, tmp_path):
+    """Slurm sets the limit of the job, two folders above that of the rank. The machine may have much more."""
+    trainer = loaded(script)
+    job = tmp_path / "system.slice/slurmstepd.scope/job_4711"
+    rank = job / "step_0/user/task_0"
+    rank.mkdir(parents=True)
+    for folder, limit in ((job, "128000"), (rank, "max")):
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.stat").write_text("anon 28000\nfile 90000\nanon_thp 1\n")
+    own_cgroup = f"1:cpu:/other\n0::/{rank.relative_to(tmp_path)}\n"
+    assert trainer.memory_limits(own_cgroup, tmp_path) == [100_000]
+    assert trainer.memory_limits("4:memory:/slurm/job_4711\n", tmp_path) == [], "version 1"
+    (tmp_path / "memory.max").write_text("64000\n")  # a container sees its own cgroup as the root
+    (tmp_path / "memory.stat").write_text("anon 4000\n")
+    assert trainer.memory_limits("0::/\n", tmp_path) == [60_000]
+    assert 0 < trainer.available_memory() < 2**50
+
+
+def test_a_start_may_read_for_longer_than_the_patience(script, alone, tmp_path):
+    """Rank 0 reads a large file to see whether it is damaged, and the others wait."""
+    slow = changed(
+        script,
+        tmp_path / "slow",
+        "    paths = list_checkpoints(folder)\n    if not paths and",
+        "    time.sleep(8)\n    paths = list_checkpoints(folder)\n    if not paths and",
+    )
+    flags = ["--patience=4", "--max-steps=2", f"--checkpoint-dir={tmp_path / 'run'}"]
+    status, _, errors, _ = forked(script_on_ranks(slow, 2, *flags), alone)
+    assert status == 0, errors
+
+
 def lock_beside_a_worker(path, folder):
     """A process that was forked from a job, as a loader's worker is, outlives it. Then another job starts."""
     trainer = loaded(path)
@@ -1405,6 +1436,17 @@ def test_all_replicas_begin_with_the_weights_of_rank_0_and_are_compared(script, 
     if flags:
         problem = "ranks [1, 3], of which no majority agrees"  # there are two replicas of each part
     assert [error for _, error in results] == [f"at step 0 replicas of the model differ: {problem}"] * 4
+
+
+def test_the_sum_of_bits_depends_on_no_order(script):
+    """A sum of floats does, so ranks with equal weights on two models of GPUs would be told that they differ."""
+    trainer = loaded(script)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.complex64):
+        weights = torch.randn(100_003, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(dtype)
+        total = trainer.sum_of_bits(weights)
+        assert total == trainer.sum_of_bits(weights.flip(0))
+        weights[4711] = -weights[4711]
+        assert total != trainer.sum_of_bits(weights)
 
 
 def error_of_a_lost_bit(path, args):

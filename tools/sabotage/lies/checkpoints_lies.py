@@ -71,6 +71,12 @@ def async_save_copies_nothing(module: Any) -> None:
         return ThreadPoolExecutor(max_workers=1).submit(save_later)
 
 
+@lie("10", "kill|folder|resume", notebook=True)
+def a_killed_save_leaves_its_folder(text: str) -> str:
+    """A save does not remove the folder that a killed save of the same step has left."""
+    return swap(text, "shutil.rmtree(temporary, ignore_errors=True)", "pass")
+
+
 @lie("10", "half|killed|damage|whole", module=CHECKPOINT)
 def half_a_file_counts(module: Any) -> None:
     """A torn write: half of a file is written, and it counts as saved."""

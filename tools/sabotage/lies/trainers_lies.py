@@ -214,28 +214,45 @@ def a_bad_node_comes_back(module: Any) -> None:
         return {name: text.replace('"$times" -ge 2', '"$times" -ge 200') for name, text in texts.items()}
 
 
+def with_functions(texts: dict[str, str], functions: str) -> dict[str, str]:
+    """The launch files, with shell functions at the end of the file that the batch file reads."""
+    changed = {}
+    for name, text in texts.items():
+        if name.endswith(".slurm.sh"):
+            text += functions
+        changed[name] = text
+    return changed
+
+
 @lie("12c", "fail|exclude|progress|hours", module="helpers.export.launch_files")
 def progress_excuses_a_bad_node(module: Any) -> None:
     """The batch file excludes a node only if it fails twice at the same checkpoint."""
-    by_checkpoint = 'failures_at "$(newest_checkpoint)" | cut -d" " -f2 | grep'
+    # A function that the file calls in place of the command, for the failures of the whole job.
+    by_checkpoint = """
+cut() {
+  if [ "${3-}" ]; then
+    failures_at "$(newest_checkpoint)" | command cut -d" " -f2
+  else
+    command cut "$@"
+  fi
+}
+"""
 
     @instead_of(module, "launch_files")
     def launch_files(original: Any, *inputs: Any, **keywords: Any) -> Any:
         texts = original(*inputs, **keywords)
-        in_whole_job = 'cut -d" " -f2 "$JOB_FOLDER/failures" | grep'
-        return {name: text.replace(in_whole_job, by_checkpoint) for name, text in texts.items()}
+        return with_functions(texts, by_checkpoint)
 
 
 @lie("12c", "network|slow|pairs|every", module="helpers.export.launch_files")
 def a_slow_network_excludes_a_node(module: Any) -> None:
-    """Of nodes that fail together, the batch file excludes the one that was noted first."""
+    """Of nodes that fail together, the batch file takes one for the cause."""
 
     @instead_of(module, "launch_files")
     def launch_files(original: Any, *inputs: Any, **keywords: Any) -> Any:
         texts = original(*inputs, **keywords)
-        all_of_them = 'sort -u "$JOB_FOLDER/failed_nodes"'
-        first = 'head -n 1 "$JOB_FOLDER/failed_nodes"'
-        return {name: text.replace(all_of_them, first) for name, text in texts.items()}
+        first = "paste() { head -n 1; }\n"  # in place of the command that joins the nodes' names
+        return with_functions(texts, first)
 
 
 @lie("12c", "fail|progress|third|three", module="helpers.export.launch_files")
@@ -409,6 +426,18 @@ def torch_save_keeps_the_old_file(module: Any) -> None:
         new_file = path.with_suffix(".new")
         original(state, new_file, *inputs, **keywords)
         new_file.replace(path)
+
+
+@lie("13b", "Xid|drain|reset", notebook=True)
+def a_gpu_that_was_reset_is_broken(text: str) -> str:
+    """A line with Xid 154 says that a GPU is broken, also the one after its reset, which says that it needs nothing."""
+    return swap(text, 'number == \\"154\\" and not text.endswith(\\"(None)\\")', 'number == \\"154\\"')
+
+
+@lie("13b", "fail|requeue|REQUEUED", notebook=True)
+def a_time_limit_is_a_failure(text: str) -> str:
+    """Each start that did not complete is a failure, also one whose time was over."""
+    return swap(text, 'row[\\"State\\"] == \\"NODE_FAIL\\"', 'row[\\"State\\"] != \\"COMPLETED\\"')
 
 
 @lie("13b", "spike|NaN", notebook=True)
