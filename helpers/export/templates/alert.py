@@ -2,7 +2,7 @@
 
 Start it every five minutes, for example with cron, on a machine that is not in the job:
 
-    python3 alert.py 4711 11_trainer-4711 --step-seconds 2.0 --save-hours 2
+    python3 alert.py 4711 trainer-4711 --step-seconds 2.0 --save-hours 2
 
 It prints nothing while the job trains or waits for nodes, and it names each trouble once.
 It asks squeue, reads alive.log in the job's folder, and looks how old the newest
