@@ -325,7 +325,7 @@ def a_pattern_wanders_from_rank_to_rank(text: str) -> str:
 @lie("07b", "dropout|seed|pattern", notebook=True)
 def all_layers_drop_the_same_places(text: str) -> str:
     """The seed for the dropout of parts does not depend on the layer."""
-    return swap(text, "(step * micro_batches + micro_batch) * layers + layer", "step * micro_batches + micro_batch")
+    return swap(text, "(step * micro_batches + micro_batch) * dropouts + dropout", "step * micro_batches + micro_batch")
 
 
 @lie("07b", "recomput|dropout", notebook=True)
