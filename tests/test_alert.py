@@ -126,7 +126,7 @@ def test_files_and_folders_count_as_checkpoints(alert, tmp_path):
 
 DOWN = "echo call >> calls; echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1"
 UNKNOWN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
-RUNS = f"echo RUNNING {datetime.now():%Y-%m-%dT%H:%M:%S} None"
+RUNS = "echo RUNNING $(date +%Y-%m-%dT%H:%M:%S) None"
 HELD = "echo PENDING N/A JobHeldUser"
 
 

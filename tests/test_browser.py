@@ -13,7 +13,7 @@ from measure_pages import SCREEN, measure
 from visits import NARROW, PATIENCE, WIDE, seen_by_axe, too_wide, unfold
 
 OTHER_PAGES = ["search", "genindex", "404"]  # that the table of contents does not list
-MAX_BYTES = 550_000  # of a page with all that it loads, packed as a host sends it
+MAX_BYTES = 600_000  # of a page with all that it loads, packed as a host sends it; the search's index has 373,000
 
 
 @pytest.fixture(scope="module")

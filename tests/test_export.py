@@ -97,7 +97,7 @@ def test_becomes(case):
 
 def test_a_notebook_without_tags_gives_all_its_cells():
     text = script_from_notebook(notebook("-:x = 1", "p:n: int = 1", "-:" + START), "sample")
-    assert "    x = 1\n    device = start_process_group()\n" in text and '"--n"' in text
+    assert "    x = 1\n\n    device = start_process_group()\n" in text and '"--n"' in text
 
 
 # ---- What is refused
