@@ -16,6 +16,8 @@ import front_page
 import hero
 from book_chapter import Chapter
 
+from helpers.export.chapters import find_notebook
+
 INTRO = toc_files()[0]
 BROKEN, REPAIRED = 0, 1  # in the ids of panels
 PANELS = [(place, who) for place in range(3) for who in (BROKEN, REPAIRED)]
@@ -134,6 +136,9 @@ def test_the_markdown_of_a_page_shows_what_the_page_shows(book):
     intro = (book.html / f"{INTRO}.md").read_text(encoding="utf-8")
     assert "**In the loop:** The sums should be 4, 400 and 200." in intro
     assert "mean of four ranks: within 1e-5 of one rank" in intro  # of a cell that it shows
+    shown = (book.html / f"notebooks/{find_notebook('13b').stem}.md").read_text(encoding="utf-8")
+    assert "```python\ndef print_news(" in shown  # a function of a file
+    assert shown.count("def print_news(") == 2  # and once in the whole file
 
 
 def test_a_page_that_is_missing_leads_to_the_first(book):

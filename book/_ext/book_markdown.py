@@ -4,6 +4,7 @@ A page's Markdown shows what its HTML shows. So a directive is replaced by what 
 closes stands in a ``<details>``, with the title of the page's box.
 """
 
+import ast
 import csv
 import functools
 import html
@@ -303,10 +304,13 @@ def literalinclude(directive: Directive) -> str:
 
     Its argument is the file's path, relative to the page's folder. Its options choose the lines: ``lines: 4-`` begins
     with the fourth line, ``start-at: "def main"`` with the first one that has this text, and ``end-before`` ends before
-    the first one that has its text.
+    the first one that has its text. ``pyobject: name`` takes the class or the function of this name.
     """
     options = directive.options
-    lines = (directive.source.parent / directive.argument).read_text(encoding="utf-8").splitlines()
+    text = (directive.source.parent / directive.argument).read_text(encoding="utf-8")
+    lines = text.splitlines()
+    if "pyobject" in options:
+        lines = lines_of_object(options["pyobject"], text)
     if "lines" in options:
         first_number = int(options["lines"].removesuffix("-"))
         lines = lines[first_number - 1 :]
@@ -315,6 +319,15 @@ def literalinclude(directive: Directive) -> str:
     if "end-before" in options:
         lines = lines[: position_of(options["end-before"], lines)]
     return fenced("\n".join(lines), options.get("language", "text"))
+
+
+def lines_of_object(name: str, text: str) -> list[str]:
+    """The lines of a class or a function of a Python file, with its decorators."""
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+            first_line = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            return text.splitlines()[first_line - 1 : node.end_lineno]
+    raise ValueError(f"the file has no class or function {name}")
 
 
 def position_of(quoted_text: str, lines: list[str]) -> int:
