@@ -344,25 +344,26 @@ var bookSearch = (() => {
       return pairsOfTitles.get(id);
     }
 
+    // The sum of the words that were asked for and that stand among these terms. For a word that is only related to one
+    // of them, a part counts.
+    function sumOfShared(ofText, asked) {
+      const present = new Set(ofText);
+      let sum = 0;
+      for (const term of asked.terms) {
+        if (present.has(term)) sum += sumOf([term]);
+        else if (relatedTo(term).some((other) => present.has(other))) sum += WORTH_OF_RELATED * sumOf([term]);
+      }
+      return sum;
+    }
+
     // How much of a text was asked for, and how much of what was asked for is in the text: from 0 to 1.
     function likeness(ofText, asked) {
-      let shared = 0;
-      for (const term of asked.terms) {
-        if (ofText.includes(term)) shared += sumOf([term]);
-        else if (relatedTo(term).some((other) => ofText.includes(other))) shared += WORTH_OF_RELATED * sumOf([term]);
-      }
-      return (2 * shared) / (sumOf(ofText) + sumOf(asked.terms) || 1);
+      return (2 * sumOfShared(ofText, asked)) / (sumOf(ofText) + sumOf(asked.terms) || 1);
     }
 
     // How much of what was asked for a section has, from 0 to 1. Rare words count more than others.
     function shareOf(found, asked) {
-      const hits = new Set(found);
-      let sum = 0;
-      for (const term of asked.terms) {
-        if (hits.has(term)) sum += sumOf([term]);
-        else if (relatedTo(term).some((other) => hits.has(other))) sum += WORTH_OF_RELATED * sumOf([term]);
-      }
-      return sum / (sumOf(asked.terms) || 1);
+      return sumOfShared(found, asked) / (sumOf(asked.terms) || 1);
     }
 
     // By how much a section is better than its words alone say: 1 if it is not.
