@@ -87,6 +87,7 @@ def book(tmp_path_factory, worker_id):
                 shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns(".*", "__pycache__"))
             for name in ["_config.yml", "_toc.yml"]:
                 shutil.copy(ROOT / name, folder)
+            (folder / "helpers").symlink_to(ROOT / "helpers")  # a page shows functions of a file there
             export = [sys.executable, "-m", "helpers", "export", "--all", "--out", folder / "scripts"]
             subprocess.run(export, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
             _, status, complaints = build(folder, BOOK_REPOSITORY_URL="")

@@ -1,6 +1,10 @@
-"""alert.py, which `export --slurm` writes beside the batch file: what it says of a job, and that it says it once."""
+"""alert.py, which `export --slurm` writes beside the batch file: what it says of a job, and that it says it once.
+
+And the other line of chapter 13b that asks squeue: the one that waits until a job is gone.
+"""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -8,6 +12,7 @@ from datetime import datetime, timedelta
 
 import pytest
 
+from helpers.export.chapters import find_notebook
 from helpers.export.launch_files import ALERT, TEMPLATES
 
 FILE = TEMPLATES / ALERT
@@ -162,3 +167,29 @@ def test_squeue_is_asked_three_times_before_it_has_failed(say, tmp_path):
     assert (tmp_path / "calls").read_text().split() == ["call"] * 3
     once = f"if [ -e tried ]; then {RUNS}; exit; fi; touch tried; {DOWN}"
     assert say(once) == ""
+
+
+# --- chapter 13b's rollback -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("last_answer", [UNKNOWN, "exit 0"], ids=["forgotten", "ended"])
+def test_the_rollback_waits_until_squeue_says_that_the_job_is_gone(last_answer, tmp_path):
+    """An error of squeue is no such answer: while the controller is down, the job may still save."""
+    page = json.loads(find_notebook("13b").read_text())
+    [source] = ["".join(cell["source"]) for cell in page["cells"] if cell["id"] == "spike-why"]
+    [wait] = [line for line in source.splitlines() if line.startswith("until ")]
+    answers = f"""#!/bin/sh
+echo call >> calls
+case $(wc -l < calls) in
+  1) echo '4711 gpu 11_trainer me R 1:00 8 node[1-8]' ;;
+  2) echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1 ;;
+  3) echo '4711 gpu 11_trainer me CG 1:10 8 node[1-8]' ;;
+  *) {last_answer} ;;
+esac
+"""
+    for name, text in {"squeue": answers, "sleep": "#!/bin/sh\n"}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "-e", "-c", wait], cwd=tmp_path, env=env, check=True, timeout=30)
+    assert (tmp_path / "calls").read_text().split() == ["call"] * 4

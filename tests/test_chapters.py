@@ -57,12 +57,20 @@ def test_a_search_leads_to_every_page():
     assert reached <= {Path(page).name for page in toc_files()}
 
 
-def test_the_toc_names_every_page_once_and_chapters_by_their_numbers():
-    files = [*(ROOT / "book").glob("*.md"), *NOTEBOOKS]
-    assert sorted(toc_files()) == sorted(path.relative_to(ROOT).with_suffix("").as_posix() for path in files)
-    in_toc = [name for name in toc_files() if re.match(r"notebooks/\d\d", name)]
+def test_the_toc_names_every_page_once():
+    pages = [f"book/{path.stem}" for path in (ROOT / "book").glob("*.md")]
+    pages += [f"notebooks/{path.stem}" for path in NOTEBOOKS]
+    assert sorted(toc_files()) == sorted(pages)
+
+
+def test_the_toc_has_the_chapters_in_the_order_of_their_numbers():
+    in_toc = [page for page in toc_files() if re.match(r"notebooks/\d\d", page)]
     assert in_toc == [f"notebooks/{path.stem}" for path in chapters.numbered()]
-    assert [path.name[:2] for path in chapters.chapters()] == [f"{n:02}" for n in range(len(chapters.chapters()))]
+
+
+def test_chapters_are_numbered_from_0_without_a_gap():
+    numbers = [int(path.name[:2]) for path in chapters.chapters()]
+    assert numbers == list(range(len(numbers)))
 
 
 # --- how it is read ---------------------------------------------------------------------------------------------------
@@ -190,10 +198,14 @@ TEACHING = {  # files that may name a chapter by its file's name: to teach what
 
 def files_of_the_project():
     """The files outside of notebooks/, book/ and _toc.yml that people write."""
-    folders = ["helpers", "tests", "tools", ".ci", ".github"]
-    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts]
-    files += [*ROOT.glob("*.md"), *ROOT.glob("*.py"), *ROOT.glob("*.txt"), *ROOT.glob("*.toml"), ROOT / "Makefile"]
-    return {path.relative_to(ROOT).as_posix(): path for path in files if path.is_file()}
+    paths = [ROOT / "Makefile"]
+    for pattern in ("*.md", "*.py", "*.txt", "*.toml"):
+        paths += ROOT.glob(pattern)
+    for folder in ("helpers", "tests", "tools", ".ci", ".github"):
+        paths += (ROOT / folder).rglob("*")
+    return {
+        path.relative_to(ROOT).as_posix(): path for path in paths if path.is_file() and "__pycache__" not in path.parts
+    }
 
 
 def test_no_file_names_a_chapter_but_to_teach():

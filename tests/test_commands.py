@@ -228,7 +228,7 @@ TESTS = {  # by which other test a line is run
     "scancel JOB": f"{SLURM}a_job_that_its_user_ends_does_not_come_back",
     "scancel 4711": f"{SLURM}the_rollback_of_chapter_13b",
     f"cd {TRAINER}-4711 && mkdir good spoiled && mv step_00000060.pt good/": f"{SLURM}the_rollback_of_chapter_13b",
-    "while squeue --noheader --jobs=4711 2>/dev/null | grep -q .; do sleep 5; done": (
+    "until [ -z \"$(squeue --noheader --jobs=4711 2>&1 | grep -v 'Invalid job id')\" ]; do sleep 5; done": (
         f"{SLURM}the_rollback_of_chapter_13b"
     ),
     "mv step_* spoiled/ && mv good/* .": f"{SLURM}the_rollback_of_chapter_13b",

@@ -86,7 +86,7 @@ ADDRESSES = {"lo": "127.0.0.1", "eth0": "10.0.0.7", "eth1": "10.1.0.7"}
 
 
 @pytest.mark.parametrize(
-    ("device", "variable", "interface"),
+    ("device", "variable", "expected"),
     [
         (ON_CPU, "eth1,eth0", Interface("eth1", "10.1.0.7")),
         (ON_CPU, "nowhere9", Interface("nowhere9", None)),  # has no such interface
@@ -95,13 +95,18 @@ ADDRESSES = {"lo": "127.0.0.1", "eth0": "10.0.0.7", "eth1": "10.1.0.7"}
         (ON_GPU, "", Interface("eth0", "10.0.0.7")),  # which leads to the master
     ],
 )
-def test_the_interface_that_a_backend_takes(device, variable, interface, monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", variable)
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", variable)
+def test_the_interface_that_a_backend_takes(device, variable, expected, monkeypatch):
+    pretend_network(monkeypatch)
+    for backend in ("GLOO", "NCCL"):
+        monkeypatch.setenv(f"{backend}_SOCKET_IFNAME", variable)
+    assert facts.choose_interface(device, "node0") == expected
+
+
+def pretend_network(monkeypatch):
+    """This host has the interfaces of ``ADDRESSES``, its name leads to the loopback, and eth0 to the master."""
     monkeypatch.setattr(facts, "addresses_by_interface", lambda: ADDRESSES)
     monkeypatch.setattr(facts, "address_of_own_name", lambda: "127.0.1.1")
-    monkeypatch.setattr(facts, "address_towards", lambda host: "10.0.0.7")
-    assert facts.choose_interface(device, "node0") == interface
+    monkeypatch.setattr(facts, "address_towards", lambda host: ADDRESSES["eth0"])
 
 
 def test_facts_of_a_gpu(monkeypatch):
@@ -279,59 +284,75 @@ TIMED_OUT = {2: "timed out", 3: "timed out"}
 SLOW_BETWEEN_HOSTS = {f"ranks_{a}_{b}": SLOW_LINK for a in (0, 1) for b in (2, 3)}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"lost": {2: "roll call", 3: "roll call"}}, "Ranks 2-3 of 4 did not come within 60 s."),
-        ({"lost": {2: "all_reduce"}}, "Rank 2 on node1 stopped answering in the step: all_reduce."),
-        ({"rank3": {"python": "3.11.9"}}, "The ranks differ in python: 3.12.1 on ranks 0-2; 3.11.9 on rank 3."),
-        ({"rank1": {"interface": "ib7", "address": None}}, "Rank 1 should use the network interface ib7, which has no"),
-        ({"rank2": {"address": "127.0.1.1"}}, "Rank 2 would listen on 127.0.1.1, which no other host can reach."),
-        (
-            {"unreachable": {0: TIMED_OUT, 1: TIMED_OUT, 2: {}, 3: {}}},
-            "Ranks 0-1 cannot connect to ranks 2-3 on node1 (eth0): timed out.",
-        ),
-        ({"clock_offsets": {0: 0.0, 2: -7.3}}, "The clock of rank 2 on node1 is 7.3 s behind the first rank's."),
-        ({"errors": {"gather": {1: "odd", 2: "odd", 3: "late"}}}, "gather failed on ranks 1-2: odd; on rank 3: late."),
-        ({"links": links(ranks_1_3=WRONG_LINK)}, "Data between ranks 1 and 3 arrives changed (node0, node1)."),
-        ({"gpus": True, "rank1": {"gpu_id": "GPU 0"}}, "Ranks 0-1 share one GPU, so everything was tried on gloo."),
-        ({"gpus": True, "rank3": {"gpu_id": ""}}, "Rank 3 on node1 found no GPU, and others have one."),
-        ({"gpus": True, "errors": {"gather": {1: "odd"}}}, "gather failed on rank 1: odd. try: Try --backend gloo"),
-        ({"rank1": {"gpu_error": "ECC error"}}, "The GPU of rank 1 on node0 does not answer: ECC error. try: Look"),
-        ({"rank1": {"unsupported_gpu": "sm_90, only for sm_80"}}, "of rank 1 on node0 has no code for its GPU, sm_90"),
-        (
-            {"gpus": True, "rank1": {"health": Health(uncorrected_errors=2)}},
-            "WRONG The memory of the GPU of rank 1 on node0 has uncorrected errors: 2 since its last reset.",
-        ),
-        (
-            {"gpus": True, "rank3": {"health": Health(0, slowdowns=("hw_slowdown", "hw_thermal_slowdown"))}},
-            "note The clocks of the GPU of rank 3 on node1 are slowed down: hw_slowdown, hw_thermal_slowdown.",
-        ),
-        (
-            {"gpus": True, "rank3": {"health": Health(0, xids=(48, 95))}},
-            "note The GPU of rank 3 on node1 had Xid 48, 95 since the host booted.",
-        ),
-        (LITTLE_MEMORY, "note node0 has only 64 MB of shared memory; data loaders and NCCL use it."),
-        ({"gpus": True, **LITTLE_MEMORY}, "WRONG node0 has only 64 MB of shared memory"),
-        (SLOW_RANK, "note Rank 2 on node1 computes far more slowly than the others."),
-        ({"links": links(ranks_1_3=SLOW_LINK)}, "note The link of ranks 1 and 3 has far less bandwidth"),
-        (
-            {"gpus": True, "links": links(**SLOW_BETWEEN_HOSTS, ranks_0_1=SLOW_LINK)},
-            "WRONG The link of ranks 0 and 1 has far less bandwidth",
-        ),
-    ],
-)
-def test_a_change_of_two_healthy_hosts_is_one_problem_or_one_note(changes, message):
+PROBLEMS = [  # what is changed in the findings of healthy ranks, and what the report then says
+    ({"lost": {2: "roll call", 3: "roll call"}}, "Ranks 2-3 of 4 did not come within 60 s."),
+    ({"lost": {2: "all_reduce"}}, "Rank 2 on node1 stopped answering in the step: all_reduce."),
+    ({"rank3": {"python": "3.11.9"}}, "The ranks differ in python: 3.12.1 on ranks 0-2; 3.11.9 on rank 3."),
+    ({"rank1": {"interface": "ib7", "address": None}}, "Rank 1 should use the network interface ib7, which has no"),
+    ({"rank2": {"address": "127.0.1.1"}}, "Rank 2 would listen on 127.0.1.1, which no other host can reach."),
+    (
+        {"unreachable": {0: TIMED_OUT, 1: TIMED_OUT, 2: {}, 3: {}}},
+        "Ranks 0-1 cannot connect to ranks 2-3 on node1 (eth0): timed out.",
+    ),
+    ({"clock_offsets": {0: 0.0, 2: -7.3}}, "The clock of rank 2 on node1 is 7.3 s behind the first rank's."),
+    ({"errors": {"gather": {1: "odd", 2: "odd", 3: "late"}}}, "gather failed on ranks 1-2: odd; on rank 3: late."),
+    ({"links": links(ranks_1_3=WRONG_LINK)}, "Data between ranks 1 and 3 arrives changed (node0, node1)."),
+    ({"gpus": True, "rank1": {"gpu_id": "GPU 0"}}, "Ranks 0-1 share one GPU, so everything was tried on gloo."),
+    ({"gpus": True, "rank3": {"gpu_id": ""}}, "Rank 3 on node1 found no GPU, and others have one."),
+    ({"gpus": True, "errors": {"gather": {1: "odd"}}}, "gather failed on rank 1: odd. try: Try --backend gloo"),
+    ({"rank1": {"gpu_error": "ECC error"}}, "The GPU of rank 1 on node0 does not answer: ECC error. try: Look"),
+    ({"rank1": {"unsupported_gpu": "sm_90, only for sm_80"}}, "of rank 1 on node0 has no code for its GPU, sm_90"),
+    (
+        {"gpus": True, "rank1": {"health": Health(uncorrected_errors=2)}},
+        "The memory of the GPU of rank 1 on node0 has uncorrected errors: 2 since its last reset.",
+    ),
+    ({"gpus": True, **LITTLE_MEMORY}, "node0 has only 64 MB of shared memory"),
+    (
+        {"gpus": True, "links": links(**SLOW_BETWEEN_HOSTS, ranks_0_1=SLOW_LINK)},
+        "The link of ranks 0 and 1 has far less bandwidth",
+    ),
+]
+
+NOTES = [
+    (
+        {"gpus": True, "rank3": {"health": Health(0, slowdowns=("hw_slowdown", "hw_thermal_slowdown"))}},
+        "The clocks of the GPU of rank 3 on node1 are slowed down: hw_slowdown, hw_thermal_slowdown.",
+    ),
+    (
+        {"gpus": True, "rank3": {"health": Health(0, xids=(48, 95))}},
+        "The GPU of rank 3 on node1 had Xid 48, 95 since the host booted.",
+    ),
+    (LITTLE_MEMORY, "node0 has only 64 MB of shared memory; data loaders and NCCL use it."),
+    (SLOW_RANK, "Rank 2 on node1 computes far more slowly than the others."),
+    ({"links": links(ranks_1_3=SLOW_LINK)}, "The link of ranks 1 and 3 has far less bandwidth"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), PROBLEMS)
+def test_what_breaks_a_job_is_one_problem(changes, message):
     changed = findings(4, 2, **changes)
-    result = report(changed)
-    assert message in unwrapped(result.text)
-    assert len(problems(changed)) + len(notes(changed)) == 1
-    assert result.text.count("\n  try: ") == 1
-    assert max(map(len, result.text.splitlines())) <= 80
-    if problems(changed):
-        assert result.text.endswith("\n1 problem found")
-    else:
-        assert result.text.endswith("\nNothing is wrong here.")
+    assert len(problems(changed)) == 1
+    assert notes(changed) == []
+    text = report(changed).text
+    assert message in unwrapped(text)
+    assert text.endswith("\n1 problem found")
+    assert_one_advice_and_no_wide_line(text)
+
+
+@pytest.mark.parametrize(("changes", "message"), NOTES)
+def test_what_only_slows_a_job_is_one_note(changes, message):
+    changed = findings(4, 2, **changes)
+    assert problems(changed) == []
+    assert len(notes(changed)) == 1
+    text = report(changed).text
+    assert f"note {message}" in unwrapped(text)
+    assert text.endswith("\nNothing is wrong here.")
+    assert_one_advice_and_no_wide_line(text)
+
+
+def assert_one_advice_and_no_wide_line(text):
+    assert text.count("\n  try: ") == 1
+    assert max(len(line) for line in text.splitlines()) <= 80
 
 
 @pytest.mark.parametrize("count", [1, 5, 8])

@@ -287,12 +287,19 @@ def test_a_name_that_begins_with_a_dash_is_no_option():
     assert "torchrun --nproc-per-node=gpu ./-rf.py\n" in text
 
 
-def test_a_refused_notebook_writes_nothing(helpers, tmp_path):
-    for name, text in (("bad.ipynb", nbformat.writes(notebook("x ="))), ("none.ipynb", "{"), ("old.ipynb", '{"a": 1}')):
-        (tmp_path / name).write_text(text)
-        status, out, errors = helpers("export", tmp_path / name, "--out", tmp_path / "out")
-        assert (status, out) == (1, "") and errors.startswith("error: ") and len(errors.splitlines()) <= 2
-        assert not (tmp_path / "out").exists()
+NOT_PYTHON = nbformat.writes(notebook("x ="))
+
+
+@pytest.mark.parametrize("text", [NOT_PYTHON, "{", '{"a": 1}'], ids=["not Python", "not JSON", "no notebook"])
+def test_a_refused_notebook_writes_nothing(helpers, tmp_path, text):
+    path = tmp_path / "refused.ipynb"
+    path.write_text(text)
+    status, output, error = helpers("export", path, "--out", tmp_path / "out")
+    assert status == 1
+    assert output == ""
+    assert error.startswith("error: ")
+    assert len(error.splitlines()) <= 2
+    assert not (tmp_path / "out").exists()
 
 
 def test_chapters_are_found_by_number_and_name(helpers, tmp_path, monkeypatch):
@@ -337,14 +344,20 @@ def test_usage(helpers, arguments, status, expected):
 
 
 def test_the_package_names_what_it_imports():
-    nodes = [node for path in (ROOT / "helpers").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
-    # The chapters' data are sklearn's, and their models are saved with safetensors.
-    modules = {"sklearn", "safetensors"} | {package for node in nodes for package in packages_of(node)}
-    homes = packages_distributions()
-    needed = {homes[module][0].lower() for module in modules - {"helpers", *sys.stdlib_module_names}}
+    modules = {"sklearn", "safetensors"}  # The chapters' data are sklearn's; their models are saved with safetensors.
+    for path in (ROOT / "helpers").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules.update(packages_of(node))
+    modules -= {"helpers", *sys.stdlib_module_names}
+    distributions = packages_distributions()
+    needed = {distributions[module][0].lower().replace("_", "-") for module in modules}
+
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    named = project["dependencies"] + [name for extra in project["optional-dependencies"].values() for name in extra]
-    assert {name.replace("_", "-") for name in needed} == {re.match(r"[\w-]+", name)[0] for name in named}
+    requirements = list(project["dependencies"])
+    for extra in project["optional-dependencies"].values():
+        requirements += extra
+    named = {re.match(r"[\w-]+", requirement)[0] for requirement in requirements}
+    assert needed == named
 
 
 def test_a_chapter_imports_no_package_of_an_extra():

@@ -46,12 +46,20 @@ def every_figure():
     yield replicas()
     yield ddp_overlap(8, 16)
     yield machines(2, 4)
-    yield tensors({"before": [[1, 2], [10, 20]], "after": [[11, 22], [11, 22]]})
-    yield ring_step({2: [[[1, 2], [1, 22], [11, 22]], [[10, 20], [11, 20], [11, 22]]]}, world_size=2, step=1)
-    yield speeds_by_size([2**14, 2**20], {2: [1e-4, 2e-3], 4: [2e-4, 4e-3]})
+
+    before = [[1, 2], [10, 20]]  # one row for each rank
+    after = [[11, 22], [11, 22]]
+    yield tensors({"before": before, "after": after})
+    states_of_rank_0 = [[1, 2], [1, 22], [11, 22]]
+    states_of_rank_1 = [[10, 20], [11, 20], [11, 22]]
+    yield ring_step({2: [states_of_rank_0, states_of_rank_1]}, world_size=2, step=1)
+
+    seconds_by_ranks = {2: [1e-4, 2e-3], 4: [2e-4, 4e-3]}
+    yield speeds_by_size([2**14, 2**20], seconds_by_ranks)
     yield drawing.lines({0: [3, 2, 1], "plain": [1, 2, 3]}, [1, 2, 3], "step", "loss")
     yield drawing.bars({"fp32": 4.0, "fp16": 2.0}, "megabytes")
-    yield drawing.timeline({rank: [("compute", 0, 3, ""), ("network", 2, 4, "")] for rank in (0, 1)}, "time (ms)")
+    spans = [("compute", 0, 3, ""), ("network", 2, 4, "")]
+    yield drawing.timeline({0: spans, 1: spans}, "time (ms)")
 
 
 @functools.cache

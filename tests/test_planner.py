@@ -51,14 +51,18 @@ def test_parameters_that_one_token_uses():
     assert active["deepseek-v3"] / 1e9 == pytest.approx(37, rel=0.02)
 
 
-def test_megatrons_count_of_flops():
+def test_flops_are_those_of_megatrons_formulas():
     model = model_of("gpt-175b")
-    l, h, s, v = model.layers, model.width, model.seq, model.vocab  # noqa: E741
-    assert model.flops_per_token("gemm") == pytest.approx(72 * l * h**2 * (1 + s / (6 * h) + v / (12 * h * l)))
-    again = 96 * l * h**2 * (1 + s / (6 * h) + v / (16 * l * h))
-    assert model.flops_per_token("gemm", "full") == pytest.approx(again)
-    selective = 72 * l * h**2 * (1 + s / (3 * h) + v / (12 * h * l))
-    assert model.flops_per_token("gemm", "selective") == pytest.approx(selective)
+    blocks = model.layers * model.width**2
+    attention = model.seq / model.width  # beside the linear layers of a block
+    logits = model.vocab / (model.layers * model.width)  # beside all blocks
+
+    nothing_again = 72 * blocks * (1 + attention / 6 + logits / 12)
+    assert model.flops_per_token("gemm") == pytest.approx(nothing_again)
+    blocks_again = 96 * blocks * (1 + attention / 6 + logits / 16)
+    assert model.flops_per_token("gemm", "full") == pytest.approx(blocks_again)
+    attention_again = 72 * blocks * (1 + attention / 3 + logits / 12)
+    assert model.flops_per_token("gemm", "selective") == pytest.approx(attention_again)
 
 
 def plan_of(model="gpt2", cluster="h100", layout=None, job=None):

@@ -1,5 +1,6 @@
 """What a rank stores and what autograd keeps, in eight arrangements, beside the planner's counts (decision guide)."""
 
+import math
 import sys
 from collections import Counter
 from functools import partial
@@ -176,8 +177,8 @@ def measured(width, layers, tokens, fsdp=1, tp=1, pp=1, sequence=False, recomput
 @pytest.mark.ranks
 @pytest.mark.parametrize("options", ARRANGEMENTS, ids=str)
 def test_a_rank_stores_and_keeps_what_is_planned(options):
-    ranks = options.get("fsdp", 1) * options.get("tp", 1) * options.get("pp", 1)
-    state, kept = launch(partial(measured, **SHAPE, **options), nproc=ranks)[0]
+    nproc = math.prod(options.get(name, 1) for name in ("fsdp", "tp", "pp"))
+    state, kept = launch(partial(measured, **SHAPE, **options), nproc=nproc)[0]  # of rank 0
     planned_state, planned_kept = blocks_of_rank(**SHAPE, **options)
     assert state == pytest.approx(planned_state, rel=0.01)
     assert kept == pytest.approx(planned_kept, rel=0.01)

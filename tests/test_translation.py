@@ -121,6 +121,7 @@ def german(book, tmp_path_factory):
     for name in ["_config.yml", "_toc.yml"]:
         shutil.copy(ROOT / name, folder)
     os.symlink(book.scripts, folder / "scripts")
+    os.symlink(ROOT / "helpers", folder / "helpers")  # a page shows functions of a file there
     html, status, complaints = build(folder, BOOK_REPOSITORY_URL="", BOOK_LANGUAGE="de")
     assert (status, complaints) == (0, "")
     return html

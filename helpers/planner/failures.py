@@ -2,26 +2,12 @@
 
 import math
 
-TAIL = 0.025  # of a distribution, on each side of an interval that holds 95 %
 LONGEST_ATTEMPT = 30  # mean times between failures: of longer attempts, one in e^30 comes to its end
 
 
 def mttf_hours(nodes: int, failures_per_node_day: float) -> float:
     """Hours between failures of a job: 24 / (nodes · r_f) (Kokolis et al. 2025, section III)."""
     return 24 / (nodes * failures_per_node_day)
-
-
-def poisson_interval(count: int) -> tuple[float, float]:
-    """(lowest, highest) mean that agrees in 95 % with a count of independent failures, by the gamma distribution.
-
-    Garwood 1936. A rate from 3 failures is uncertain fourfold, from 300 by a tenth.
-    """
-    from scipy.special import gammaincinv  # The import takes a moment, which most plans need not wait.
-
-    lowest = 0.0
-    if count > 0:
-        lowest = float(gammaincinv(count, TAIL))
-    return lowest, float(gammaincinv(count + 1, 1 - TAIL))
 
 
 def checkpoint_interval(save_seconds: float, nodes: int, failures_per_node_day: float) -> float:

@@ -69,15 +69,21 @@ def causal_attention_with_dropout():
 
 
 def a_number_is_a_device():
-    assert torch.device(rank) == device and isinstance(torch.device(rank), torch.device)
-    assert torch.device(device=1) == torch.device(index=1, type="cuda") == torch.device("cuda:1")
+    assert torch.device(rank) == device
     assert torch.device(device) == device
+    assert torch.device(device=1) == torch.device("cuda:1")
+    assert torch.device(index=1, type="cuda") == torch.device("cuda:1")
     assert pickle.loads(pickle.dumps(torch.device(1))) == torch.device("cuda:1")
-    assert type(device) == torch.device and {type(device): 1}[torch.device] == 1  # noqa: E721
+
+    assert isinstance(torch.device(rank), torch.device)
+    assert type(device) == torch.device  # noqa: E721
+    assert torch.device in {type(device): "a place"}
+
     with torch.device(rank):
         assert torch.ones(2).device == device
     model = DDP(nn.Linear(4, 4).to(rank), device_ids=[rank])
-    assert model.module.weight.device == device and model(torch.ones(2, 4).to(rank)).device == device
+    assert model.module.weight.device == device
+    assert model(torch.ones(2, 4).to(rank)).device == device
     assert nn.Linear(2, 2).to(device=rank, dtype=torch.half).weight.dtype == torch.half
     assert nn.Linear(2, 2).to(torch.device(rank)).weight.device == device
 
@@ -134,29 +140,43 @@ def nccl_counts_elements():
 
 
 def every_call_has_a_future():
-    part, whole = torch.zeros(2, device=device), torch.ones(4, device=device)
-    future = dist.reduce_scatter_tensor(part, whole, async_op=True).get_future()
-    assert future.wait() == [part] and part.tolist() == [2, 2]
-    doubled = dist.all_reduce(part, async_op=True).get_future().then(lambda done: done.value()[0] * 2).wait()
-    assert doubled.device == device and doubled.tolist() == [8, 8] and part.tolist() == [4, 4]
+    part = torch.zeros(2, device=device)
+    scattered = dist.reduce_scatter_tensor(part, torch.ones(4, device=device), async_op=True)
+    assert scattered.get_future().wait() == [part]
+    assert part.tolist() == [2, 2]
+
+    reduced = dist.all_reduce(part, async_op=True)
+    doubled = reduced.get_future().then(lambda future: future.value()[0] * 2).wait()
+    assert part.tolist() == [4, 4]
+    assert doubled.tolist() == [8, 8]
+    assert doubled.device == device
 
 
 def random_numbers_of_dtensors():
     mesh = init_device_mesh("cuda", (2,))
+
+    def draw_shards():
+        return nn.init.normal_(distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0)]))
+
     torch.manual_seed(rank)  # DTensor makes the ranks' seeds on GPUs equal
-    before = torch.get_rng_state()
-    halves = nn.init.normal_(distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0)])).full_tensor()
-    assert len(halves.unique()) == 16
-    copies = nn.functional.dropout(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()])).to_local()
-    same = copies.clone()
-    dist.broadcast(same, 0)
-    assert torch.equal(same, copies) and torch.equal(before, torch.get_rng_state())
+    state_of_host = torch.get_rng_state()
+    assert len(draw_shards().full_tensor().unique()) == 16  # each shard has numbers of its own
+
+    replicas = distribute_tensor(torch.ones(4, 4), mesh, [Replicate()])
+    own = nn.functional.dropout(replicas).to_local()
+    of_rank_0 = own.clone()
+    dist.broadcast(of_rank_0, 0)
+    assert torch.equal(own, of_rank_0)
+    assert torch.equal(torch.get_rng_state(), state_of_host)
+
     torch.manual_seed(0)
-    first, state = nn.init.normal_(distribute_tensor(torch.zeros(4), mesh, [Shard(0)])), torch.cuda.get_rng_state()
-    second = nn.init.normal_(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))
+    first = draw_shards().to_local()
+    state = torch.cuda.get_rng_state()
+    second = draw_shards().to_local()
     torch.cuda.set_rng_state(state)
-    again = nn.init.normal_(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))
-    assert torch.equal(second.to_local(), again.to_local()) and not torch.equal(first.to_local(), again.to_local())
+    second_again = draw_shards().to_local()
+    assert torch.equal(second_again, second)
+    assert not torch.equal(second_again, first)
 
 
 def attention_of_dtensors():
@@ -202,12 +222,15 @@ def modules_move_there_and_back():
 
 
 def batch_norm_over_all_ranks():
-    whole = torch.randn(6, 3, 2, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    part = whole.detach()[rank::2].to(device).requires_grad_()
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(6, 3, 2, generator=generator).requires_grad_()
     one_process = nn.BatchNorm1d(3)
+    one_process(whole).pow(3).sum().backward()
+
+    part = whole.detach()[rank::2].to(device).requires_grad_()
     synchronized = nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(3)).to(device)
-    for norm, batch in ((one_process, whole), (synchronized, part)):
-        norm(batch).pow(3).sum().backward()
+    synchronized(part).pow(3).sum().backward()
+
     assert torch.allclose(synchronized(part).cpu(), one_process(whole)[rank::2], atol=1e-5)
     assert torch.allclose(part.grad.cpu(), whole.grad[rank::2], atol=1e-4)
     dist.all_reduce(synchronized.weight.grad)
@@ -216,12 +239,20 @@ def batch_norm_over_all_ranks():
 
 
 def old_constructors():
-    gpu, host = torch.ones(2, device=device), torch.ones(2)
-    assert gpu.new([1.0, 2.0]).tolist() == [1, 2] and gpu.new([1.0]).device == device
-    assert gpu.new(3).shape == (3,) and gpu.new(3).device == device and gpu.new(2, 3).shape == (2, 3)
+    gpu = torch.ones(2, device=device)
+    host = torch.ones(2)
+
+    assert gpu.new([1.0, 2.0]).tolist() == [1, 2]
+    assert gpu.new([1.0]).device == device
     assert host.new([1.0]).device.type == "cpu"
-    assert host.type_as(gpu).device == device and gpu.type_as(host).device.type == "cpu"
-    assert gpu.half().type_as(gpu).dtype == torch.float32 and gpu.type_as(gpu) is gpu
+    assert gpu.new(3).shape == (3,)
+    assert gpu.new(2, 3).shape == (2, 3)
+    assert gpu.new(3).device == device
+
+    assert host.type_as(gpu).device == device
+    assert gpu.type_as(host).device.type == "cpu"
+    assert gpu.half().type_as(gpu).dtype == torch.float32
+    assert gpu.type_as(gpu) is gpu
 
 
 def a_model_moves_while_ddp_holds_it():

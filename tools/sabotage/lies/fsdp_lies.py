@@ -23,6 +23,12 @@ def slices_by_hand_are_summed_not_averaged(text: str) -> str:
     return swap(text, "return shard / dist.get_world_size()", "return shard")
 
 
+@lie("06", "three|shard", notebook=True)
+def shards_by_hand_are_not_filled_up(text: str) -> str:
+    """FSDP by hand cuts a flat tensor into shards of unequal length."""
+    return swap(text, "flat = F.pad(flat, (0, -len(flat) % world_size))", "flat = F.pad(flat, (0, 0))")
+
+
 @lie("06", "free|alive|whole", notebook=True)
 def gathered_weights_by_hand_are_kept(text: str) -> str:
     """FSDP by hand keeps the gathered weights of each block until backward."""
@@ -95,8 +101,8 @@ def checkpoint_keeps_all_activations(module: Any) -> None:
 @lie("06", "optimizer|train", notebook=True)
 def the_early_optimizer_is_built_late(text: str) -> str:
     """The optimizer that comes before `fully_shard` is built after it."""
-    built_late = "shard(model, mesh), torch.optim.AdamW(model.parameters(), lr=0.01)"
-    return swap(text, "return shard(model, mesh), optimizer", f"return {built_late}")
+    built_late = "shard_blocks(model, mesh), torch.optim.AdamW(model.parameters(), lr=0.01)"
+    return swap(text, "return shard_blocks(model, mesh), optimizer", f"return {built_late}")
 
 
 @lie("06", "peak|block", module="torch.distributed._tools.fsdp2_mem_tracker")
@@ -365,11 +371,7 @@ def a_policy_that_keeps_everything(text: str) -> str:
 @lie("06b", "gloo|force|sum", notebook=True)
 def gloo_divides_without_being_forced(text: str) -> str:
     """On gloo a divide factor needs no forced sum."""
-    return swap(
-        text,
-        'set_force_sum_reduction_for_comms(\\"not forced\\" not in way)',
-        "set_force_sum_reduction_for_comms(True)",
-    )
+    return swap(text, "set_force_sum_reduction_for_comms(force_sum)", "set_force_sum_reduction_for_comms(True)")
 
 
 @lie("06b", "address|storage", module=FSDP)

@@ -308,6 +308,12 @@ def monitored_barrier_blames_another_rank(c10d: Any) -> None:
             raise RuntimeError(text) from None
 
 
+@lie("06c", "order", notebook=True)
+def a_mesh_always_keeps_the_order_of_its_ranks(text: str) -> str:
+    """The group of a mesh gathers in the order of the mesh, without `preserve_rank_order`, too."""
+    return swap(text, "return ranks.tolist()", "return mesh.mesh.tolist()")
+
+
 @lie("06c", "mesh|axis|axes", module="torch.distributed.device_mesh")
 def mesh_counts_columns_first(module: Any) -> None:
     """`init_device_mesh` numbers the ranks along the first axis, so that neighbours are far apart."""

@@ -124,10 +124,10 @@ def noise_seed_has_more_than_32_bits(text: str) -> str:
     return swap(text, "noise_seed % 2**32", "noise_seed")
 
 
-@lie("03", "DDP", notebook=True)
+@lie("03", "learning rate", notebook=True)
 def ddp_loop_sums_its_losses(text: str) -> str:
     """The loop with DDP takes the sum of its losses, not their mean."""
-    return swap(text, "labels)  # a plain mean", r"labels, reduction=\"sum\")  # a plain mean")
+    return swap(text, "labels)  # the mean of this part", r"labels, reduction=\"sum\")")
 
 
 # --- Data loaders in real projects

@@ -619,6 +619,43 @@ def each_rank_clips_by_the_experts_that_it_has(text: str) -> str:
     return swap(text, "dist.all_reduce(squares, group=ep_group)", "dist.barrier(group=ep_group)")
 
 
+@lie("09c", "block|batch|token", notebook=True)
+def a_block_mixes_up_the_tokens_of_its_sequences(text: str) -> str:
+    """The experts of a block get its tokens in another order than the one in which it takes their outputs."""
+    kept = "return self.experts(x.flatten(0, 1)).view_as(x)"
+    return swap(text, kept, "return self.experts(x.transpose(0, 1).flatten(0, 1)).view_as(x)")
+
+
+@lie("09c", "checkpoint|expert", notebook=True)
+def experts_are_saved_as_copies_of_one_tensor(text: str) -> str:
+    """The experts of a rank go into the checkpoint as they are, and not as parts of one DTensor."""
+    return swap(text, "return DTensor.from_local(experts, mesh, [Shard(0)])", "return experts")
+
+
+@lie("09c", "checkpoint|expert", module="torch.distributed.checkpoint")
+def a_checkpoint_keeps_the_tensors_of_the_ranks_apart(module: Any) -> None:
+    """A distributed checkpoint has a tensor of each rank under the same name, and gives it back to that rank."""
+
+    def by_rank(tensors: dict) -> dict:
+        rank = module.state_dict_saver.dist.get_rank()
+        renamed = {}
+        for name, tensor in tensors.items():
+            is_dtensor = hasattr(tensor, "to_local")
+            if is_dtensor:
+                renamed[name] = tensor
+            else:
+                renamed[f"{name} of rank {rank}"] = tensor
+        return renamed
+
+    @instead_of(module, "save")
+    def save(original: Any, state_dict: dict, **keywords: Any) -> Any:
+        return original(by_rank(state_dict), **keywords)
+
+    @instead_of(module, "load")
+    def load(original: Any, state_dict: dict, **keywords: Any) -> None:
+        original(by_rank(state_dict), **keywords)  # into the same tensors
+
+
 @lie("09c", "divisor|FSDP", module=FSDP)
 def fsdp_keeps_its_own_divisor(module: Any) -> None:
     """`set_gradient_divide_factor` changes nothing, so FSDP divides by the size of its mesh."""

@@ -335,6 +335,24 @@ def every_rank_saves_in_an_emergency(text: str) -> str:
     return swap(text, "emergency_node{node}.pt", "emergency_node{dist.get_rank()}.pt")
 
 
+@lie("13", "emergency|claim|start", notebook=True)
+def a_claim_outlives_its_start(text: str) -> str:
+    """A start leaves the claim of an earlier start where it is, so that it makes no emergency save of its own."""
+    return swap(text, "claim.unlink()  # of an earlier start", "pass")
+
+
+@lie("13", "newest|chose|rank 0", notebook=True)
+def each_rank_chooses_its_own_newest(text: str) -> str:
+    """Each rank loads the newest checkpoint that it sees itself, not the one that rank 0 has chosen."""
+    return swap(text, "dist.broadcast_object_list(newest, group=run.cpu_group)", "newest = [find_newest(folder)]")
+
+
+@lie("12", "sums|node", notebook=True)
+def wrong_sums_of_the_network_are_a_nodes_fault(text: str) -> str:
+    """If only the sums between nodes are wrong, the check of a cluster advises to leave out a node."""
+    return swap(text, 'advice = \\"Check the nodes in pairs.\\"', 'advice = \\"Leave these nodes out.\\"')
+
+
 @lie("12", "node|local rank|card", notebook=True)
 def the_preflight_tries_first_cards_only(text: str) -> str:
     """The check of a cluster makes no group between nodes but that of their first ranks."""
