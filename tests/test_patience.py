@@ -1,4 +1,4 @@
-"""The scripts of chapters 13 and 16: a slow step or save after SIGTERM ends with a checkpoint; the clock is true."""
+"""How long the scripts of chapters 10, 13 and 16 wait for a slow step or save; and the clock of chapter 16 is true."""
 
 import re
 import sys
@@ -8,10 +8,11 @@ from unittest import mock
 import cloudpickle
 import pytest
 import torch
-from forked import Forked, script_on_ranks
+from forked import Forked, forked, script_on_ranks
 from loading import Device, loaded
 from scripting import CHAPTERS, export, stand_alone
 
+from helpers.export.chapters import find_notebook
 from helpers.export.facts import facts_at
 from helpers.ranks.launch import launch
 
@@ -64,6 +65,32 @@ def test_a_step_or_save_of_12_seconds_is_finished_after_sigterm(notebook, tmp_pa
         *_, checkpoint, mark = files
         assert checkpoint.startswith(f"step_{int(stop[1]):08}") and mark == "stopped"
         assert [file for file in files if file.startswith(".") or "part" in file] == []
+
+
+SLOW_SAVE = """
+import time
+
+fast_save = save_run
+
+
+def save_run(*arguments):
+    if dist.get_rank() == 1:
+        time.sleep(100)
+    fast_save(*arguments)
+"""
+
+
+def test_chapter_10_waits_for_a_slow_save_for_its_patience(tmp_path):
+    """Rank 0 waits in the save's first collective. Without the flag it would wait for ten minutes."""
+    (tmp_path / "path").mkdir()
+    (tmp_path / "kept").mkdir()
+    script = export(find_notebook("10"), tmp_path)
+    last_lines = 'if __name__ == "__main__":'
+    script.write_text(script.read_text().replace(last_lines, f"{SLOW_SAVE}\n\n{last_lines}"))
+    work = script_on_ranks(script, 2, "--patience=5", "--checkpoint-dir=kept")
+    status, _, errors, left = forked(work, stand_alone(tmp_path / "path"), timeout=60)
+    assert status == 1 and not left
+    assert "Timed out waiting 5000ms" in errors
 
 
 def times_by_a_slow_clock(path, flags):

@@ -39,17 +39,17 @@ def stop_request_hears_nothing(module: Any) -> None:
     replace(module.StopRequest, "note", nothing)
 
 
-@lie("11", "stop|signal|agree", module=STOP_REQUEST)
+@lie("11 13", "stop|signal|agree", module=STOP_REQUEST)
 def one_signalled_rank_is_outvoted(module: Any) -> None:
     """The ranks stop when all of them have got the signal, and not when one has."""
-    # A rank that has got the signal brings its number, and the others bring 0. `agreed` takes the largest of them.
+    # A rank that has got the signal brings its number, and the others bring 0. `ask` takes the largest of them.
     all_reduce = module.dist.all_reduce
 
     def least(tensor: Any, op: Any, **keywords: Any) -> Any:
         return all_reduce(tensor, module.dist.ReduceOp.MIN, **keywords)
 
-    @instead_of(module.StopRequest, "agreed")
-    def agreed(original: Any, self: Any) -> Any:
+    @instead_of(module.StopRequest, "ask")
+    def ask(original: Any, self: Any) -> Any:
         with mock.patch.object(module.dist, "all_reduce", least):
             return original(self)
 
@@ -275,6 +275,16 @@ def progress_does_not_count(module: Any) -> None:
         return {name: text.replace("checkpoint=$(newest_checkpoint)", "checkpoint=any") for name, text in texts.items()}
 
 
+@lie("12c", "flag|hopeless|gave_up|another start", module="helpers.export.launch_files")
+def a_wrong_flag_is_tried_again(module: Any) -> None:
+    """The batch file starts a job again whose script says that no start can help."""
+
+    @instead_of(module, "launch_files")
+    def launch_files(original: Any, *inputs: Any, **keywords: Any) -> Any:
+        texts = original(*inputs, **keywords)
+        return {name: text.replace('[ -e "$JOB_FOLDER/gave_up" ]', "false") for name, text in texts.items()}
+
+
 @lie("12c", "ON_CALL|message|line|person", module="helpers.export.launch_files")
 def nobody_is_told(module: Any) -> None:
     """The batch file never calls the command for whoever is on duty."""
@@ -335,6 +345,30 @@ def a_claim_outlives_its_start(text: str) -> str:
 def each_rank_chooses_its_own_newest(text: str) -> str:
     """Each rank loads the newest checkpoint that it sees itself, not the one that rank 0 has chosen."""
     return swap(text, "dist.broadcast_object_list(newest, group=run.cpu_group)", "newest = [find_newest(folder)]")
+
+
+@lie("13", "half|whole|step", notebook=True)
+def an_emergency_save_is_made_within_a_step(text: str) -> str:
+    """An emergency save is made even if the optimizer has changed only a part of the weights."""
+    return swap(text, "run.step_is_whole = False", "pass")
+
+
+@lie("13", "memory|halve", notebook=True)
+def a_rank_without_memory_halves_alone(text: str) -> str:
+    """Only the rank that has run out of memory halves its micro-batch."""
+    return swap(text, "dist.all_reduce(any_failed, op=dist.ReduceOp.MAX, group=run.cpu_group)", "pass")
+
+
+@lie("13", "memory|micro_batch", notebook=True)
+def a_checkpoint_forgets_the_micro_batch(text: str) -> str:
+    """A resume begins with the micro-batch of the flags, not with the one that fitted into memory."""
+    return swap(text, 'self.micro_batch = state[\\"micro_batch\\"]', "pass")
+
+
+@lie("13", "interval|save", notebook=True)
+def youngs_interval_lacks_its_factor(text: str) -> str:
+    """The best time from one save to the next is the root of $C M$, without the 2 of Young's formula."""
+    return swap(text, "math.sqrt(2 * cost * between)", "math.sqrt(cost * between)")
 
 
 @lie("12", "sums|node", notebook=True)
