@@ -283,7 +283,7 @@ NOT_HERE = {  # why a line cannot be run here
     "scontrol update JobId=4711 ExcNodeList=node5": "names a job and a node of a cluster",
     'scontrol update NodeName=node5 State=DRAIN Reason="Xid 48 and 95, GPU 9d:00"': "names a node of a cluster",
     "sbatch --exclude=node5 train.sbatch": "names a node of a cluster",
-    'for pair in n[1-2] n[3-4] n[5-6] n[7-8]; do sbatch --nodelist="$pair" '
+    'for pair in "n[1-2]" "n[3-4]" "n[5-6]" "n[7-8]"; do sbatch --export=ALL,NCCL_ALGO=RING --nodelist="$pair" '
     f"{PREFLIGHT}.sbatch --size 1073741824 --network-floor 40; done": "names nodes of a cluster",
     f'grep -e "^start" -e "Too slow" {PREFLIGHT}-*.out': "reads what these jobs print",
 }

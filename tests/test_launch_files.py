@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import hosts
@@ -117,7 +118,10 @@ STAND_INS = {
         *) printf "NodeName=n NodeAddr=10.0.0.%s Port=1\\n" 1 2 ;;
         esac""",
     "srun": 'while [ "$1" != bash ] && [ "$1" != apptainer ]; do shift; done; exec "$@"',
-    "squeue": 'echo "n7"',  # is excluded already
+    "squeue": """case "$*" in
+        *%x) echo n7 ;;  # is excluded already
+        *%e) echo "$END" ;;
+        esac""",
     "sleep": "",
     "apptainer": 'echo "in a container"; while [ "$1" != bash ]; do shift; done; exec "$@"',
     "getent": '[ "$2" = 10.0.0.1 ] && echo 10.0.0.1 STREAM',
@@ -226,6 +230,79 @@ def test_a_job_that_is_switched_off_does_not_come_back(tmp_path, status):
     ended, text = run_batch(tmp_path, "")  # another job of the queue
     assert ended == 0
     assert "torchrun" not in text
+
+
+LAST_LINES = """\
+mkdir -p work/logs/n2/2/attempt_0/3
+cat > work/logs/n2/2/attempt_0/3/stderr.log <<< "$LINES"
+echo "E1129 api.py:1010] failed (exitcode: 1) local_rank: 3 (pid: 4711) of binary: python"
+exit 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("KeyError: 'label'\n[rank3]:[W1129] Warning: destroy_process_group() was not called", "KeyError: 'label'"),
+        ("CUDA error: an illegal memory access\nframe #1: 0x7f", "CUDA error: an illegal memory access"),
+        ("Killed", "Killed"),
+        ("", "nothing"),
+        ("[W1130 01:32:40.59 socket.cpp:207] [c10d] The hostname cannot be retrieved. err=-3", "nothing"),
+    ],
+)
+def test_the_message_about_a_node_has_the_last_words_of_its_rank(tmp_path, lines, words):
+    """An error of one's own data that only this rank meets looks like a broken node until a person reads it."""
+    for _ in range(2):
+        run_batch(tmp_path, LAST_LINES, LINES=lines)
+    said = (tmp_path / "called").read_text()
+    assert f"is excluded. Its last words: {words} (exitcode: 1) local_rank: 3. To take it back: scontrol " in said
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("echo 'model.toml has no width' > work/gave_up; exit 1", "model.toml has no width"),
+        # A flag that argparse does not know.
+        (LAST_LINES.replace("exitcode: 1", "exitcode: 2"), "train.py: error: no flag --epoch (exitcode: 2) local_rank"),
+    ],
+)
+def test_a_job_that_no_start_can_help_ends_and_says_why(tmp_path, script, reason):
+    status, text = run_batch(tmp_path, script, LINES="train.py: error: no flag --epoch")
+    assert status == 1
+    assert "requeued" not in text
+    said = (tmp_path / "called").read_text()
+    assert said.startswith(f"job 2 (book): it ends, because another start would fail in the same way: {reason}")
+
+    status, text = run_batch(tmp_path, "exit 1")
+    assert "requeued" in text, "the file was of the start before"
+
+
+def time_after(seconds):
+    """So many seconds from now, as squeue prints the end of a job."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + seconds))
+
+
+@pytest.mark.parametrize(
+    ("end", "line", "seconds_until"),
+    [
+        (3600, "", 3600 - 180 - 60),
+        (3600, "#SBATCH --signal=USR1@300  # seconds", 3600 - 300 - 60),  # the reader's own number
+        (200, "", None),  # a job that is so short trains until the signal
+    ],
+)
+def test_ranks_that_start_after_the_signal_are_told_by_the_clock(tmp_path, end, line, seconds_until):
+    (tmp_path / f"{NAME}.sbatch").write_text(f"{line}\n")
+    before = time.time()
+    _, text = run_batch(tmp_path, 'echo "stop at ($STOP_AT)"', END=time_after(end))
+    [stop_at] = re.findall(r"stop at \((.*)\)", text)
+    if seconds_until is None:
+        assert stop_at == ""
+    else:
+        assert abs(int(stop_at) - before - seconds_until) < 30
+
+
+def test_a_job_without_a_time_limit_has_no_last_minutes(tmp_path):
+    assert "stop at ()" in run_batch(tmp_path, 'echo "stop at ($STOP_AT)"', END="N/A")[1]
 
 
 LOST_A_PEER = """\

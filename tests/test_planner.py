@@ -16,7 +16,6 @@ from helpers.planner.layout import Layout
 from helpers.planner.model import model_of
 from helpers.planner.plan import Bottleneck, plan
 from helpers.planner.records import PlanError
-from helpers.planner.report import answer
 
 ROOT = Path(__file__).parents[1]
 
@@ -168,10 +167,8 @@ def test_the_goodput_is_that_of_chapter_13():
 SWITCHED = {  # a convention: another setting, and a number of the plan that this changes
     "flops": ("6N", lambda plan: plan.utilization.mfu),
     "peak": (200e12, lambda plan: plan.utilization.mfu),
-    "bubble": ("total", lambda plan: plan.bubble),
     "states": ("zero", lambda plan: plan.stages[0]["parameters"]),
     "gather": ("each", lambda plan: sum(group.sent for group in plan.collectives)),
-    "in_flight": ("one", lambda plan: plan.stages[0]["activations"]),
     "causal": ("half", lambda plan: plan.step.seconds),
     "sequence_inputs": ("again", lambda plan: plan.stages[0]["activations"]),
     "logits": ("stored", lambda plan: plan.stages[-1]["output"]),
@@ -182,7 +179,6 @@ SWITCHED = {  # a convention: another setting, and a number of the plan that thi
     "context": ("gathered", lambda plan: plan.step.seconds),
     "kernels": ("eager", lambda plan: plan.step.seconds),
     "allocator": ("tensors", lambda plan: plan.bytes),
-    "memory": ("GB", lambda plan: answer(plan).rows[0].value),
 }
 
 

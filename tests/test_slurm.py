@@ -360,11 +360,12 @@ def test_a_job_that_fails_three_times_without_progress_ends_and_says_so(submit):
 
 # Rank 1 dies on n2, as with a broken GPU. Rank 0, on another node, loses its connection, and fails too.
 FAILS_ON_N2 = """\
-import os, signal
+import os, signal, time
 
 import torch
 import torch.distributed as dist
 
+print("no start in", int(os.environ["STOP_AT"]) - time.time())
 dist.init_process_group("gloo")
 for step in range(100):
     dist.all_reduce(torch.ones(1))
@@ -387,7 +388,10 @@ def test_the_node_of_the_root_cause_is_excluded_when_it_has_failed_twice(submit)
     assert "epoch 1: trained" in job.starts()[2]
     [line] = (job.folder / "called").read_text().splitlines()
     assert line.startswith(f"job {job.number} ({TRAINER}): n2 failed 2 times, and is excluded. ")
+    assert " Its last words: nothing (exitcode: -9) local_rank: 0. To take it back: " in line
     assert line in job.starts()[1]
+    seconds = float(re.search(r"no start in (\S+)", job.starts()[0])[1])
+    assert abs(seconds - (30 * 60 - 180 - 60)) < 60, "the end of the job's time, as Slurm says it"
 
     shown = r"(?m)^start \d.*|^job .*|^.*epoch 1: trained$"
     lines = [

@@ -1,7 +1,9 @@
 """Chapter 11's script: what it refuses, what it keeps, when it stops, its speed, its logs, and both ways to wrap."""
 
+import contextlib
 import csv
 import dataclasses
+import io
 import os
 import random
 import re
@@ -244,11 +246,28 @@ def test_a_warmup_that_does_not_end_is_said(script, alone):
     assert "\n--warmup 500: the rate does not reach --lr in 2 steps\n" in out, errors
 
 
-def test_a_usage_error_is_one_line_and_the_exit_status_is_not_0(script, alone):
-    status, _, errors, _ = forked(script_on_ranks(script, 2, "--batch-size=1"), alone)
+def test_a_usage_error_is_one_line_and_the_exit_status_is_not_0(script, alone, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()  # as Slurm's batch file does
+    flags = ["--batch-size=1", f"--checkpoint-dir={folder}"]
+    status, _, errors, _ = forked(script_on_ranks(script, 2, *flags), alone)
     assert status != 0
     assert len(re.findall(r"^UsageError: --batch-size 1 is too small", errors, re.M)) == 1
     assert "train(args, device)" not in errors  # no traceback into the script
+    # The batch file reads there that another start cannot help. The next start removes it.
+    reason = (folder / "gave_up").read_text()
+    assert reason.startswith("--batch-size 1 is too small: give 2 or more")
+    status, _, errors, _ = forked(script_alone(script, "--max-steps=1", f"--checkpoint-dir={folder}"), alone)
+    assert status == 0, errors
+    assert "gave_up" not in names_in(folder)
+
+
+def test_an_error_that_another_start_may_not_have_does_not_give_up(script, alone, tmp_path):
+    flags = ["--resume", "--must-resume", f"--checkpoint-dir={tmp_path}"]
+    status, _, errors, _ = forked(script_alone(script, *flags), alone)
+    assert status == 1
+    assert "has no checkpoint. Is it mounted?" in errors
+    assert names_in(tmp_path) == ["lock"]
 
 
 def test_a_config_file_comes_before_the_defaults_and_after_the_command_line(script, tmp_path, capsys):
@@ -588,6 +607,18 @@ def test_a_start_may_read_for_longer_than_the_patience(script, alone, tmp_path):
     assert status == 0, errors
 
 
+def test_a_rank_that_reads_a_checkpoint_from_a_slow_disk_is_waited_for(script, alone, tmp_path):
+    """Its node reads the file for longer than --patience, and that of rank 0 has it in memory."""
+    flags = ["--patience=4", "--max-steps=2", f"--checkpoint-dir={tmp_path / 'run'}", "--resume"]
+    status, _, errors, _ = forked(script_on_ranks(script, 2, *flags), alone)
+    assert status == 0, errors
+    reads = "        checkpoint = read_checkpoint(path)\n"
+    slow = changed(script, tmp_path / "slow", reads, f"        time.sleep(8 * dist.get_rank())\n{reads}")
+    status, out, errors, _ = forked(script_on_ranks(slow, 2, *flags), alone)
+    assert status == 0, errors
+    assert "going on from step_00000002" in out
+
+
 def lock_beside_a_worker(path, folder):
     """A process that was forked from a job, as a loader's worker is, outlives it. Then another job starts."""
     trainer = loaded(path)
@@ -816,10 +847,13 @@ def test_the_first_step_may_be_skipped(script, dtype):
 
 
 def test_skipped_steps_are_counted_and_leave_the_mean_loss_finite(script):
-    args = settings(script, "--max-steps=15", "--log-every=5")
+    args = settings(script, "--max-steps=15", "--log-every=5", "--peak-tflops=1e-3")
     [[first, second, third]] = launch(skips, str(script), args, nproc=1)
     assert [values["skipped"] for values in (first, second, third)] == [2, 2, 2]
     assert first["loss"] == pytest.approx(2.3, abs=0.2)
+    # The steps have taken their time, and the model has one target for each image.
+    assert "tokens/s" not in first
+    assert first["mfu"] == pytest.approx(6 * 19_210 * first["samples/s"] / 1e9)
 
 
 def test_ctrl_c_ends_with_a_checkpoint(script, alone, tmp_path):
@@ -832,6 +866,45 @@ def test_ctrl_c_ends_with_a_checkpoint(script, alone, tmp_path):
     assert status == 0, errors
     [step] = re.findall(r"^stopped by SIGTERM at step (\d+): go on with --resume$", text, re.M)
     assert names_in(tmp_path / "runs") == ["lock", f"step_{int(step):08}.pt", "stopped"]
+
+
+LOADS_DATA = '    path = "sklearn/datasets/data/digits.csv.gz"\n'
+CHOOSES = "    paths = list_checkpoints(folder)\n    if not paths and"
+MOMENTS = {  # the function in which a signal comes: (where, what the run says)
+    "load_data": (LOADS_DATA, "before a checkpoint was read"),
+    "choose_checkpoint": (CHOOSES, "at step 0: go on with --resume"),
+}
+
+
+@pytest.mark.parametrize("function", MOMENTS)
+def test_a_signal_that_comes_before_the_first_step_is_not_lost(script, alone, tmp_path, function):
+    """The batch file's shell ignores the signal, and so do its ranks until they say otherwise."""
+    line, said = MOMENTS[function]
+    early = changed(script, tmp_path / "early", line, f"    signal.raise_signal(signal.SIGUSR1)\n{line}")
+    text = early.read_text().replace("import atexit\n", "import atexit\nimport signal\n", 1)
+    text = text.replace("\n\ndef add_flags(", "\nsignal.signal(signal.SIGUSR1, signal.SIG_IGN)\n\n\ndef add_flags(", 1)
+    early.write_text(text)
+    flags = ["--max-steps=50", f"--checkpoint-dir={tmp_path / 'run'}"]
+    status, out, errors, _ = forked(script_alone(early, *flags), alone)
+    assert status == 0, errors
+    assert f"stopped by SIGUSR1 {said}\n" in out
+    assert names_in(tmp_path / "run") == ["lock", "stopped"]
+
+
+def test_ranks_that_start_after_the_signal_stop_before_they_load(script, alone, tmp_path):
+    """STOP_AT is from the batch file. Ranks that torchrun has started again did not get the signal."""
+    flags = ["--max-steps=3", "--save-every=2", f"--checkpoint-dir={tmp_path}", "--resume"]
+    late = {**alone, "STOP_AT": str(time.time() - 1)}
+    status, out, errors, _ = forked(script_on_ranks(script, 2, *flags), late)
+    assert status == 0, errors
+    assert "stopped by SIGUSR1 before a checkpoint was read\n" in out
+    assert names_in(tmp_path) == ["lock", "stopped"]
+
+    early = {**alone, "STOP_AT": str(time.time() + 1000)}
+    status, out, errors, _ = forked(script_on_ranks(script, 2, *flags), early)
+    assert status == 0, errors
+    assert '"step": 3' in out
+    assert "stopped" not in names_in(tmp_path)
 
 
 # --- data that scale --------------------------------------------------------------------------------------------------
@@ -1127,6 +1200,28 @@ def test_replicas_of_a_sharded_model_have_the_losses_of_ddp(script):
     [(losses, metrics), (sharded, sharded_metrics)] = launch(losses_of_blocks, str(script), all_args, nproc=4)[0]
     assert sharded == pytest.approx(losses, rel=1e-4)
     assert sharded_metrics == pytest.approx(metrics, rel=1e-3)
+
+
+def said_of_replicas(path, args):
+    """What the trainer prints of replicas of two ranks if a node has three."""
+    os.environ["LOCAL_WORLD_SIZE"] = "3"
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        loaded(path).sharding_options(args, CPU)
+    return out.getvalue()
+
+
+def test_replicas_that_are_cut_by_the_border_of_a_node_are_said(script, capsys):
+    """After --nodes=7 in place of 8, --replicas 8 divides 56 ranks as well."""
+    said, *_ = launch(said_of_replicas, str(script), settings(script, "--shard", "--replicas=2"), nproc=4)
+    assert said.startswith("--replicas: 2 ranks make a replica, and a node has 3, so some ")
+    trainer = loaded(script)
+    for num_shards in (4, 8, 16):
+        trainer.warn_of_cut_replicas(num_shards, ranks_per_node=8)
+    assert capsys.readouterr().out == ""
+    for num_shards in (7, 12):
+        trainer.warn_of_cut_replicas(num_shards, ranks_per_node=8)
+        said = capsys.readouterr().out
+        assert said.startswith(f"--replicas: {num_shards} ranks make a replica, and a node has 8, so some ")
 
 
 def test_a_checkpoint_is_resumed_across_ddp_and_fsdp_and_numbers_of_ranks(script, tmp_path):

@@ -10,12 +10,10 @@ FLOPS: tuple[str, ...] = get_args(Flops)
 States = Literal[
     "zero",
     "float32-gradients",
-    "two-gradients",
     "no-master",
     "float32",
     "bfloat16-moments",
     "bfloat16",
-    "scaling-book",
 ]
 
 
@@ -32,8 +30,6 @@ STATES: dict[States, StateBytes] = {
     "zero": StateBytes(2, 2, 12),
     # 18 bytes in all: DeepSpeed; Megatron-LM, where a distributed optimizer makes it 6 + 12/DP.
     "float32-gradients": StateBytes(2, 4, 12),
-    # 20 bytes in all: the Ultra-Scale Playbook's text, with float32 gradients beside the 16-bit ones.
-    "two-gradients": StateBytes(2, 6, 12),
     # Two moments, no float32 weights.
     "no-master": StateBytes(2, 2, 8),
     # FSDP's sharded float32 parameters, and everything without mixed precision.
@@ -42,10 +38,7 @@ STATES: dict[States, StateBytes] = {
     "bfloat16-moments": StateBytes(4, 4, 4),
     # Everything in bfloat16, the moments too: torch.optim.Adam on a model in bfloat16 (NeMo AutoModel).
     "bfloat16": StateBytes(2, 2, 4),
-    # 10 bytes in all, because gradients are not kept.
-    "scaling-book": StateBytes(2, 0, 8),
 }
-GIGA = {"GB": 1e9, "GiB": 2**30}
 
 
 @dataclass(frozen=True)
@@ -54,15 +47,10 @@ class Conventions(Record):
 
     flops: Flops = "6N+A"  # which count of FLOPs for each token
     peak: float = 0  # FLOP/s of a GPU; 0 for the cluster's
-    # The pipeline's idle time as a share of the ideal time, (p-1)/(vm), or of the total time, (p-1)/(vm+p-1).
-    bubble: Literal["ideal", "total"] = "ideal"
-    memory: Literal["GB", "GiB"] = "GiB"  # in which memory is printed: 1e9 or 2^30 bytes
     states: States = "float32"  # which bytes for each parameter
     # Whether ZeRO-3 gathers and reduces for each micro-batch, or once a step, and keeps all parameters meanwhile.
     # "auto" is once in a pipeline, and otherwise for each, as torchtitan's fsdp_reshard_after_forward = "default".
     gather: Literal["auto", "each", "once"] = "auto"
-    # How many micro-batches the first stage holds: as many as the schedule says, p for 1F1B, or always one.
-    in_flight: Literal["schedule", "one"] = "schedule"
     # Whether attention takes the time of all pairs of tokens, or of half, as a kernel that skips later tokens does.
     causal: Literal["full", "half"] = "full"
     # Whether a layer's inputs that sequence parallelism has gathered are kept for the backward, as in PyTorch, or

@@ -261,11 +261,10 @@ def sac_numbers(model: Model, layout: Layout, has_experts: bool) -> float:
     return numbers
 
 
-def in_flight(layout: Layout, stage: int, convention: str = "schedule") -> float:
+def in_flight(layout: Layout, stage: int) -> float:
     """For how many micro-batches a pipeline stage holds activations at once, at most.
 
     A micro-batch counts as one if all layers of the stage hold its activations, so the result may be a fraction.
-    convention: "schedule" for what the layout's schedule needs; "one" for a single micro-batch, whatever the schedule.
 
     With 1F1B the first of p stages holds p micro-batches of L/p layers each, as much as one GPU without stages holds.
     Interleaving v parts on a stage makes that p(1 + (p-1)/(pv)) (Korthikanti et al. 2022, section 4.2.3). GPipe holds
@@ -274,8 +273,6 @@ def in_flight(layout: Layout, stage: int, convention: str = "schedule") -> float
     stages = layout.pp
     micro_batches = layout.micro_batches
     parts_of_stage = layout.interleave
-    if convention == "one":
-        return 1
     if layout.schedule == "gpipe":
         return micro_batches
     if parts_of_stage == 1:
@@ -310,7 +307,7 @@ def stage_memory(model: Model, layout: Layout, conventions: Conventions, stage: 
     for layer in layout.layers_of(model, stage):
         inputs = conventions.sequence_inputs
         stored_by_layer.append(activations_per_layer(model, layout, layer, sequence_inputs=inputs))
-    micro_batches = in_flight(layout, stage, conventions.in_flight)
+    micro_batches = in_flight(layout, stage)
     kinds["activations"] = sum(stored_by_layer) * micro_batches
 
     kinds["working"] = bytes_of_mlp_backward(model, layout)

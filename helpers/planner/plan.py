@@ -119,9 +119,9 @@ class Plan:
 
     @property
     def bubble(self) -> float:
-        """The pipeline's idle time as a share in 0..1 of the time that the convention says."""
+        """The pipeline's idle time as a share of the ideal time, in which no stage waits."""
         layout = self.layout
-        return rates.bubble(layout.pp, layout.micro_batches, layout.interleave, self.conventions.bubble)
+        return rates.bubble(layout.pp, layout.micro_batches, layout.interleave)
 
     @property
     def bottleneck(self) -> Bottleneck:

@@ -12,13 +12,10 @@ def achieved(model: Model, tokens_per_second: float, gpus: int, count: str = "6N
     return model.flops_per_token(count, recompute) * tokens_per_second / gpus
 
 
-def bubble(stages: int, micro_batches: int, interleave: int = 1, relative_to: str = "ideal") -> float:
-    """The pipeline's idle time as a share of the ideal or of the "total" time.
+def bubble(stages: int, micro_batches: int, interleave: int = 1) -> float:
+    """The pipeline's idle time as a share of the ideal time, in which no stage waits.
 
-    (p-1)/(v·m) or (p-1)/(v·m + p-1), with p stages, m micro-batches and v parts of the model on each stage (Narayanan
-    et al. 2021, section 2.2).
+    (p-1)/(v·m), with p stages, m micro-batches and v parts of the model on each stage (Narayanan et al. 2021,
+    section 2.2).
     """
-    time = interleave * micro_batches
-    if relative_to == "total":
-        time += stages - 1
-    return (stages - 1) / time
+    return (stages - 1) / (interleave * micro_batches)

@@ -9,7 +9,6 @@ from html import escape
 from typing import Any
 
 from helpers.command_line import aligned, of_bytes
-from helpers.planner.conventions import GIGA
 from helpers.planner.layout import Layout
 from helpers.planner.memory import NOT_COUNTED, SAFE_SHARE
 from helpers.planner.plan import Plan, largest
@@ -85,9 +84,7 @@ def memory_row(plan: Plan) -> Row:
 
     Between SAFE_SHARE and all of the memory nobody knows, because real jobs need up to 18 % more than is planned.
     """
-    unit = plan.conventions.memory  # GB or GiB
-    bytes_of_unit = GIGA[unit]
-    available = f"{plan.cluster.memory / bytes_of_unit:.1f} {unit}"
+    available = f"{plan.cluster.memory / GIB:.1f} GiB"
     share = plan.bytes / plan.cluster.memory
     label = "fits"
     limit = ""
@@ -98,8 +95,8 @@ def memory_row(plan: Plan) -> Row:
         label = "does not fit"
     return Row(
         label=label,
-        value=f"{plan.bytes / bytes_of_unit:.1f}",
-        unit=unit,
+        value=f"{plan.bytes / GIB:.1f}",
+        unit="GiB",
         reason=f"{share:.0%} of the {available} of a GPU, most of it {largest(plan.kinds)}{limit}",
     )
 
@@ -132,15 +129,14 @@ def assumptions(plan: Plan) -> Section:
 
 def memory_of_stage(plan: Plan, stage: int) -> Section:
     """Bytes that a rank of a pipeline stage needs, by kind, with their sum."""
-    unit = plan.conventions.memory
-    bytes_of_unit = GIGA[unit]
     kinds = plan.stages[stage]
-    # Of a model so small that a rank needs less than one unit, two digits would say nothing.
-    digits = 2 if kinds["total"] >= bytes_of_unit else 6
+    digits = 2
+    if kinds["total"] < GIB:
+        digits = 6  # Of so small a model, two digits would say nothing.
     rows = []
     for kind, size in kinds.items():
         if size:
-            rows.append(Row(kind, f"{size / bytes_of_unit:.{digits}f}", unit))
+            rows.append(Row(kind, f"{size / GIB:.{digits}f}", "GiB"))
 
     title = "memory of a rank"
     if plan.layout.pp > 1:
@@ -168,7 +164,7 @@ def parts_of_step(plan: Plan) -> Section:
     rows = [time_row(part, seconds_of_part[part]) for part in longest_first if seconds_of_part[part]]
     if plan.step.extrapolated:
         rows.append(Row("not fitted", reason=plan.step.extrapolated))
-    rows.append(percent_row("bubble", plan.bubble, f"of the {plan.conventions.bubble} time"))
+    rows.append(percent_row("bubble", plan.bubble, "of the ideal time"))
     return Section("parts of a step", rows)
 
 
@@ -256,7 +252,7 @@ def plan_html(plan: Plan, command: str) -> str:
             spot_in_colour_of_bar = f'<i class="kind-{number}"></i>'
             label = spot_in_colour_of_bar + label
         table_rows.append([label, row.value])
-    table = table_html(head=[memory.title, plan.conventions.memory], rows=table_rows)
+    table = table_html(head=[memory.title, "GiB"], rows=table_rows)
     return f'{bar_html(plan)}<ul class="{css_class}">{items}</ul>{table}<pre><code>{escape(command)}</code></pre>'
 
 

@@ -1,6 +1,8 @@
 """A scheduler's signal to stop, on which all ranks act at the same step."""
 
+import os
 import signal
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -17,12 +19,14 @@ class StopRequest:
     """
 
     signals = (signal.SIGTERM, signal.SIGUSR1)
+    # The number of the signal that this process got. It is stored with the class,
+    # because a signal may come before there is a StopRequest.
+    received = 0
 
     def __init__(self, patience: float = 600) -> None:
         """``patience``: seconds that a rank waits for the others in ``agreed()``."""
         # gloo reduces on the CPU, so the ranks agree without a wait for the GPU.
         self.group = dist.new_group(timeout=timedelta(seconds=patience), backend="gloo")
-        self.received = 0  # the number of this rank's signal
         self.signal_name: str | None = None  # what the ranks have agreed on
         # An all-reduce that one call of ``agreed`` starts and the next one reads, and
         # its result: the highest number of a signal that any rank has received.
@@ -31,9 +35,16 @@ class StopRequest:
         for number in self.signals:
             signal.signal(number, self.note)
 
-    def note(self, number: int, frame: Any) -> None:
+        # Slurm sends its signal once, so a rank that starts after it would train until
+        # the time is over. The batch file says from when on no rank should start.
+        stop_at = os.environ.get("STOP_AT")
+        if stop_at is not None and time.time() >= float(stop_at):
+            self.note(signal.SIGUSR1, None)
+
+    @classmethod
+    def note(cls, number: int, frame: Any) -> None:
         """Python calls this when a signal comes. The ranks hear of it in ``agreed``."""
-        self.received = number
+        cls.received = int(number)
 
     def agreed(self) -> str | None:
         """The signal's name, from the same call on every rank on, or None.
@@ -42,16 +53,29 @@ class StopRequest:
         before has started, and that has usually ended. So the ranks stop a step later
         than they could, but no step has to wait for the network.
         """
-        if self.signal_name is not None:
-            return self.signal_name
-        if self.reduction is not None:
-            self.reduction.wait()
-            number = int(self.highest_number)
-            if number > 0:
-                self.signal_name = signal.Signals(number).name
-                return self.signal_name
+        if self.answer() is None:
+            self.ask()
+        return self.signal_name
+
+    def agreed_now(self) -> str | None:
+        """As ``agreed``, but it waits for all ranks, and counts what they know now."""
+        if self.answer() is None:
+            self.ask()
+        return self.answer()
+
+    def ask(self) -> None:
+        """Start to find out which signal the ranks have got."""
         self.highest_number = torch.tensor(self.received)
         self.reduction = dist.all_reduce(
             self.highest_number, dist.ReduceOp.MAX, group=self.group, async_op=True
         )
-        return None
+
+    def answer(self) -> str | None:
+        """The signal's name, as far as the ranks have asked for it, or None."""
+        if self.reduction is not None:
+            self.reduction.wait()
+            self.reduction = None
+        number = int(self.highest_number)
+        if number > 0:
+            self.signal_name = signal.Signals(number).name
+        return self.signal_name

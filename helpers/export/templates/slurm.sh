@@ -7,13 +7,32 @@ begin() {
 {% if resumes %}
   end_if_switched_off 0
 {% endif %}
-  rm -f "$JOB_FOLDER/stopped" "$JOB_FOLDER/failed_nodes"
+  rm -f "$JOB_FOLDER/stopped" "$JOB_FOLDER/gave_up" "$JOB_FOLDER/failed_nodes"
   if [ "$START" -eq 0 ]; then
     rm -f "$JOB_FOLDER/failures"  # of an older job in this folder: a new submission counts from zero
   fi
   echo "start $START on $SLURM_JOB_NODELIST"
   find_addresses
+{% if stops %}
+  find_stop_time
+{% endif %}
 }
+{% if stops %}
+
+# Slurm sends USR1 once. Ranks that start after it, because one of them has failed, would not know of it, and the job
+# would end with TIMEOUT. So each rank also looks at the clock when it starts. Slurm may send the signal a minute early.
+find_stop_time() {
+  local end seconds stop_at
+  end=$(SLURM_TIME_FORMAT=standard squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e)
+  seconds=$(grep -o -m 1 "USR1@[0-9]*" "$0" | cut -d@ -f2)  # Slurm's copy of the batch file has your number
+  if [[ $end == *-*T* ]]; then  # a job without a time limit has no such time
+    stop_at=$(($(date +%s --date="$end") - ${seconds:-{{ stop_before }}} - 60))
+    if [ "$stop_at" -gt "$(date +%s)" ]; then  # otherwise the job is too short to leave out its last minutes
+      export STOP_AT=$stop_at
+    fi
+  fi
+}
+{% endif %}
 
 # A name of a node in Slurm may mean nothing to the other nodes, so torchrun gets the addresses that Slurm uses.
 find_addresses() {
@@ -28,7 +47,7 @@ find_addresses() {
 # Run a Python script under one torchrun on each node. srun starts a shell there, which gets these functions as text.
 on_all_nodes() {
   local functions
-  functions=$(declare -f on_this_node name_network note_failure lost_a_peer)
+  functions=$(declare -f on_this_node name_network note_failure first_failure errors_of_rank last_words lost_a_peer)
   # shellcheck disable=SC2086  # IN_CONTAINER and NUMA_BINDING may be several words, or none.
   srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" $IN_CONTAINER \
     bash -c "$functions; on_this_node \"\$@\"" torchrun $NUMA_BINDING "$@"
@@ -59,21 +78,49 @@ preflight() {
 # When one node fails, the ranks of the others fail too, because they lose a connection. Note only the nodes that failed
 # by themselves: the root cause is there. Each node waits then, so that srun does not end another one before it is noted.
 note_failure() {
-  if ! lost_a_peer "$1"; then
+  local failure errors
+  failure=$(first_failure "$1")
+  errors=$(errors_of_rank "${failure##* }" "$1")
+  echo "$(last_words "$errors") ${failure#failed }" > "$1/last_words"
+  if ! lost_a_peer "$errors"; then
     echo "$SLURMD_NODENAME" >> "$JOB_FOLDER/failed_nodes"
   fi
+{% if resumes %}
+  if [[ $failure == *"exitcode: 2)"* ]]; then  # Python's status for a wrong flag, and for a script that is not there
+    cp "$1/last_words" "$JOB_FOLDER/gave_up"
+  fi
+{% endif %}
   sleep 5
 }
 
-# Whether the rank that was the first to fail on this node says that another rank was gone, or did not come: in a hang,
-# the healthy ranks are those that reach a timeout.
+# What torchrun says of the rank that was the first to fail on this node, such as "failed (exitcode: -6) local_rank: 3".
+first_failure() {
+  grep -o "failed (exitcode: .*local_rank: [0-9]*" "$1/torchrun.log" | tail -n 1
+}
+
+# The file of what a rank of this node has written to its stderr.
+errors_of_rank() {
+  find "$2" -path "*/attempt_*/$1/stderr.log" -printf "%T@ %p\n" | sort -n | tail -n 1 | cut -d" " -f2-
+}
+
+# The last line of a file that names an error, or else the last line. Warnings do not count, because some come at the end
+# of Python. Those of c10d begin with [W and the date.
+last_words() {
+  local lines="" error=""
+  if [ "$1" ]; then
+    lines=$(grep -viE "warning|\[W[0-9]{4} " "$1")
+    error=$(grep -iE "error|exception|assert" <<< "$lines" | tail -n 1)
+  fi
+  error=${error:-$(tail -n 1 <<< "$lines")}
+  echo "${error:-nothing}" | cut -c 1-300
+}
+
+# Whether the rank with this file says that another rank was gone, or did not come: in a hang, the healthy ranks are
+# those that reach a timeout.
 lost_a_peer() {
-  local rank errors
-  rank=$(grep -o "failed (exitcode: .*local_rank: [0-9]*" "$1/torchrun.log" | tail -n 1 | grep -o "[0-9]*$")
-  errors=$(find "$1" -path "*/attempt_*/$rank/stderr.log" -printf "%T@ %p\n" | sort -n | tail -n 1 | cut -d" " -f2-)
   local gone="closed by peer|reset by peer|Broken pipe|likely closed|remote process exited"
   local late="Watchdog caught|Operation timed out|Timed out waiting"
-  [ "$errors" ] && tail -n 100 "$errors" | grep -qE "$gone|$late"
+  [ "$1" ] && tail -n 100 "$1" | grep -qE "$gone|$late"
 }
 
 {% if resumes %}
@@ -86,12 +133,22 @@ end_if_switched_off() {
   fi
 }
 
+# Another start does not help against a wrong flag, nor against a loss that is not finite any more. The script says so by
+# a file, with its last words.
+end_if_hopeless() {
+  if [ "$1" -ne 0 ] && [ -e "$JOB_FOLDER/gave_up" ]; then
+    tell "it ends, because another start would fail in the same way: $(head -n 1 "$JOB_FOLDER/gave_up")"
+    exit "$1"
+  fi
+}
+
 {% endif %}
 # After the ranks have ended with this status: start again, or end. A script that was told to stop before its end has
 # saved, and has left the file `stopped` behind.
 end() {
 {% if resumes %}
   end_if_switched_off "$1"
+  end_if_hopeless "$1"
 {% endif %}
 {% if stops %}
   if [ -e "$JOB_FOLDER/stopped" ]; then
@@ -156,14 +213,17 @@ start_again() {
 
 # Slurm might give the job the same nodes, with the same broken GPU. So a node that has failed alone twice in this job is
 # excluded, even if the job made progress in between: a GPU that fails every three hours is broken, too. If several nodes
-# failed at once (n1,n2), the cause may be the network between them, or a bug, so none is excluded.
+# failed at once (n1,n2), the cause may be the network between them, or a bug, so none is excluded. The message has the
+# rank's last words, because a bug that only one rank meets looks like a broken node.
 exclude_bad_node() {
-  local nodes=$1 times excluded
+  local nodes=$1 times excluded words undo
   times=$(cut -d" " -f2 "$JOB_FOLDER/failures" | grep -cxF "$nodes")
   if [ "$nodes" ] && [[ $nodes != *,* ]] && [ "$times" -ge 2 ]; then
     excluded=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%x)
     scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${excluded:+$excluded,}$nodes"
-    tell "$nodes failed $times times, and is excluded. To take it back: scontrol update JobId=$SLURM_JOB_ID ExcNodeList="
+    words=$(cat "$JOB_FOLDER/logs/$nodes/last_words" 2>/dev/null)
+    undo="scontrol update JobId=$SLURM_JOB_ID ExcNodeList="
+    tell "$nodes failed $times times, and is excluded. Its last words: ${words:-nothing}. To take it back: $undo"
   fi
 }
 {% else %}

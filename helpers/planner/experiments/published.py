@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from helpers.planner.communication import SENT
-from helpers.planner.conventions import GIGA, STATES, Conventions, States
+from helpers.planner.conventions import STATES, Conventions, States
 from helpers.planner.failures import mttf_hours
 from helpers.planner.layout import Layout
 from helpers.planner.memory import activations_per_layer, stage_memory, states_per_rank
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]  # of the repository
 ROWS = ROOT / "book" / "recorded" / "published.csv"
 TARGETS = {"exact": 0.0, "formula": 0.01, "memory": 0.08}  # {target of a row: the largest relative error}
 # {unit of a row: its size in base units}. A speed in TF is FLOP/s, and sbh has no unit here (activations_in_sbh).
-UNITS = {**GIGA, "": 1, "%": 0.01, "TF": 1e12, "GB/s": 1e9, "ms": 1e-3, "days": 1, "h": 1, "sbh": 1}
+UNITS = {"GB": 1e9, "GiB": 2**30, "": 1, "%": 0.01, "TF": 1e12, "GB/s": 1e9, "ms": 1e-3, "days": 1, "h": 1, "sbh": 1}
 
 
 def states(parameters: float, ranks: int, zero: int, convention: States = "zero") -> float:

@@ -95,7 +95,7 @@ def the_last_stage_has_as_many_blocks(text: str) -> str:
 @lie("08", "slow|stage|cost", notebook=True)
 def a_slow_stage_is_as_fast_as_the_first(text: str) -> str:
     """The model of a schedule takes all stages for as fast as the first."""
-    return swap(text, "COST[kind] * costs[stage]", "COST[kind] * costs[0]")
+    return swap(text, "COST[work.kind] * costs[work.stage]", "COST[work.kind] * costs[0]")
 
 
 @lie("08", "pace|slow|unequal|model", notebook=True)
@@ -120,6 +120,19 @@ def replicas_are_counted_again_in_the_norm(text: str) -> str:
 def a_step_that_is_not_finite_is_taken(text: str) -> str:
     """The pipeline's trainer takes a step whose gradient is not finite."""
     return swap(text, "if norm.isfinite():", "if True:")
+
+
+@lie("08", "finite|nan|in a row", notebook=True)
+def skipped_steps_are_counted_over_the_whole_run(text: str) -> str:
+    """The pipeline's trainer counts all skipped steps, also those before a step that it took."""
+    return swap(text, '"                skipped = 0\\n"', '"                pass\\n"')
+
+
+@lie("08", "step|divid|accumul", notebook=True)
+def a_step_forgets_the_gradients_before_it(text: str) -> str:
+    """A pipeline's step removes the gradients that an earlier step has left, and does not add to them."""
+    losses = '    losses: list[Tensor] = []\\n"'
+    return swap(text, losses, losses.replace('\\n"', '; [stage.zero_grad() for stage in stages]\\n"'))
 
 
 @lie("08", "tie|embedding|copy", notebook=True)
@@ -259,6 +272,19 @@ def thirds_of_a_fused_matrix_are_ordered_by_head(text: str) -> str:
 def a_fused_weight_is_not_reordered(text: str) -> str:
     """The rows of the fused weight stay as they were, and are not ordered by head."""
     return swap(text, ".transpose(0, 1).flatten(0, 2)", ".flatten(0, 2)")
+
+
+@lie("07", "group|rows|heads", notebook=True)
+def a_fused_weight_with_groups_is_not_reordered(text: str) -> str:
+    """The rows of a fused weight with fewer heads of keys stay as they were, and are not ordered by group."""
+    return swap(text, "return torch.cat(groups, dim=1).flatten(0, 1)", "return tensor")
+
+
+@lie("07", "by_head|by group|error", notebook=True)
+def heads_are_as_good_as_groups(text: str) -> str:
+    """The model whose fused matrix is ordered by head is the one that is ordered by group."""
+    wrong = "wrong = relative_error(reordered(by_head, heads=8)"
+    return swap(text, wrong, "wrong = relative_error(reordered(by_group, heads=8, kv_heads=2)")
 
 
 @lie("07", "key|value|gradient", notebook=True)

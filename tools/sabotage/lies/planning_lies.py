@@ -64,9 +64,9 @@ def the_planner_divides_activations_by_stages(module: Any) -> None:
     """The planner gives each pipeline stage one micro-batch at a time."""
 
     @instead_of(module, "in_flight")
-    def in_flight(original: Any, layout: Any, *inputs: Any) -> int:
+    def in_flight(original: Any, layout: Any, stage: int) -> int:
         if layout.schedule == "gpipe" or layout.interleave > 1:
-            return original(layout, *inputs)
+            return original(layout, stage)
         return 1
 
 

@@ -42,14 +42,14 @@ def stop_request_hears_nothing(module: Any) -> None:
 @lie("11 13", "stop|signal|agree", module=STOP_REQUEST)
 def one_signalled_rank_is_outvoted(module: Any) -> None:
     """The ranks stop when all of them have got the signal, and not when one has."""
-    # A rank that has got the signal brings its number, and the others bring 0. `agreed` takes the largest of them.
+    # A rank that has got the signal brings its number, and the others bring 0. `ask` takes the largest of them.
     all_reduce = module.dist.all_reduce
 
     def least(tensor: Any, op: Any, **keywords: Any) -> Any:
         return all_reduce(tensor, module.dist.ReduceOp.MIN, **keywords)
 
-    @instead_of(module.StopRequest, "agreed")
-    def agreed(original: Any, self: Any) -> Any:
+    @instead_of(module.StopRequest, "ask")
+    def ask(original: Any, self: Any) -> Any:
         with mock.patch.object(module.dist, "all_reduce", least):
             return original(self)
 
@@ -273,6 +273,16 @@ def progress_does_not_count(module: Any) -> None:
     def launch_files(original: Any, *inputs: Any, **keywords: Any) -> Any:
         texts = original(*inputs, **keywords)
         return {name: text.replace("checkpoint=$(newest_checkpoint)", "checkpoint=any") for name, text in texts.items()}
+
+
+@lie("12c", "flag|hopeless|gave_up|another start", module="helpers.export.launch_files")
+def a_wrong_flag_is_tried_again(module: Any) -> None:
+    """The batch file starts a job again whose script says that no start can help."""
+
+    @instead_of(module, "launch_files")
+    def launch_files(original: Any, *inputs: Any, **keywords: Any) -> Any:
+        texts = original(*inputs, **keywords)
+        return {name: text.replace('[ -e "$JOB_FOLDER/gave_up" ]', "false") for name, text in texts.items()}
 
 
 @lie("12c", "ON_CALL|message|line|person", module="helpers.export.launch_files")
