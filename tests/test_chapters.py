@@ -132,11 +132,14 @@ BLOCK = "```{chapters}\nwords: what they mean\n```\n"
 
 
 def test_the_first_page_lists_every_page_of_the_toc():
-    page = front_page.with_chapters((ROOT / "book" / "intro.md").read_text(encoding="utf-8"), ROOT)
-    links = re.findall(r"(?m)^  (?:\d+\.|\*) \[[^]]+\]\(([^)]+)\): \S", page)
-    linked = [(ROOT / "book" / link).resolve().relative_to(ROOT.resolve()) for link in links]
-    listed = [path.with_suffix("").as_posix() for path in linked]
-    assert listed == [name for name in toc_files() if name not in ("book/intro", "book/how_to_run")]
+    intro = (ROOT / "book" / "intro.md").read_text(encoding="utf-8")
+    page = front_page.with_chapters(intro, ROOT)
+    listed = []
+    for link in re.findall(r"(?m)^  (?:\d+\.|\*) \[[^]]+\]\(([^)]+)\): \S", page):
+        path = (ROOT / "book" / link).resolve().relative_to(ROOT.resolve())
+        listed.append(path.with_suffix("").as_posix())
+    not_listed = ("book/intro", "book/how_to_run")
+    assert listed == [page for page in toc_files() if page not in not_listed]
 
 
 @pytest.fixture

@@ -317,12 +317,22 @@ KORTHIKANTI = [  # 2022, table 5
     ("name", "tp", "pp", "gpus", "batch", "micro_batch", "interleave", "full", "selective"), KORTHIKANTI
 )
 def test_steps_of_another_paper(name, tp, pp, gpus, batch, micro_batch, interleave, full, selective):
-    sizes = {"batch": batch, "micro_batch": micro_batch, "interleave": interleave}
-    recomputing_all = Layout(tp=tp, pp=pp, **sizes, recompute="full", attention="scores", dtype="float16")
-    recomputing_attention = recomputing_all.with_(recompute="selective", sequence_parallel=True)
-    for layout, seconds in ((recomputing_all, full), (recomputing_attention, selective)):
-        step = step_time(model_of(name), layout, cluster_of("a100", gpus), MEGATRON)
-        assert step.seconds == pytest.approx(seconds, rel=0.08)
+    def seconds_of(layout):
+        return step_time(model_of(name), layout, cluster_of("a100", gpus), MEGATRON).seconds
+
+    layout = Layout(
+        tp=tp,
+        pp=pp,
+        batch=batch,
+        micro_batch=micro_batch,
+        interleave=interleave,
+        attention="scores",
+        dtype="float16",
+    )
+    recomputing_all = layout.with_(recompute="full")
+    assert seconds_of(recomputing_all) == pytest.approx(full, rel=0.08)
+    recomputing_attention = layout.with_(recompute="selective", sequence_parallel=True)
+    assert seconds_of(recomputing_attention) == pytest.approx(selective, rel=0.08)
 
 
 def test_nothing_is_taken_off_speeds_that_were_measured():
@@ -373,8 +383,10 @@ def test_layers_that_do_not_divide_are_spread_over_the_parts():
     assert layout.part_layers(model) == [1] + 29 * [2] + 2 * [1]
     assert layout.stage_layers(model) == [15, 16, 15, 15]
     assert layout.layers_of(model, 0) == [0, 7, 8, 15, 16, 23, 24, 31, 32, 39, 40, 47, 48, 55, 56]
-    numbers = [number for stage in range(4) for number in layout.layers_of(model, stage)]
-    assert sorted(numbers) == list(range(61))
+    of_all_stages = []
+    for stage in range(4):
+        of_all_stages += layout.layers_of(model, stage)
+    assert sorted(of_all_stages) == list(range(61))
 
 
 # --- Published steps of other programs --------------------------------------------------------------------------------

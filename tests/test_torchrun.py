@@ -98,12 +98,15 @@ stop_process_group()
     [("exit 3", 3, "^$"), ("raise", 1, r"^\[rank0\]: Traceback (.*\n)*\[rank0\]: ValueError: no data\n$")],
 )
 def test_a_scripts_status_is_its_own_its_handlers_run_and_it_leaves_nothing(end, status, errors, alone, tmp_path):
-    script = export(write_notebook(tmp_path, ENDING, parameters='end: str = ""'), tmp_path / "empty")
+    notebook = write_notebook(tmp_path, ENDING, parameters='end: str = ""')
+    script = export(notebook, tmp_path / "empty")
     command = [sys.executable, script, "--end", end]
     process = subprocess.run(command, env=alone, capture_output=True, text=True, timeout=120)
-    assert (process.returncode, process.stdout) == (status, "1 rank(s), gloo on cpu\nhandler\n")
+    assert process.returncode == status
+    assert process.stdout == "1 rank(s), gloo on cpu\nhandler\n"
     assert re.match(errors, process.stderr), process.stderr
-    assert not list(Path(alone["TMPDIR"]).glob("tmp*"))
+    left = list(Path(alone["TMPDIR"]).glob("tmp*"))
+    assert left == []
 
 
 # The ranks that come meet before they wait, so the time that their start takes does not count. They meet again before

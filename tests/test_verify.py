@@ -226,13 +226,18 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
 # --- order and files --------------------------------------------------------------------------------------------------
 
 
-def test_the_most_valuable_steps_come_first_and_one_rank_measures_no_links():
-    alone = ordered(probes_of(None, gpus=1), list("abc"))
-    assert alone[:9] == ["planned", "precision", "rates", "messages", "a", "b", "launch", "c", "copies"]
-    assert alone[-2:] == ["doctor", "launch on GPUs"]
-    together = ordered(probes_of(None, gpus=2), list("abc"))
-    assert set(together) - set(alone) == {"bus_bandwidth", "overlap"}
-    assert ordered(probes_of(["rates", "overlap"], gpus=1), []) == ["rates"]
+def test_the_most_valuable_steps_come_first():
+    steps = ordered(probes_of(None, gpus=1), scripts=["a", "b", "c"])
+    assert steps[:9] == ["planned", "precision", "rates", "messages", "a", "b", "launch", "c", "copies"]
+    assert steps[-2:] == ["doctor", "launch on GPUs"]
+
+
+def test_links_are_measured_where_there_are_two_gpus():
+    def names_of_probes(names, gpus):
+        return {probe.name for probe in probes_of(names, gpus)}
+
+    assert names_of_probes(None, gpus=2) - names_of_probes(None, gpus=1) == {"bus_bandwidth", "overlap"}
+    assert names_of_probes(["rates", "overlap"], gpus=1) == {"rates"}
 
 
 def test_logs_are_one_archive_with_the_ends_of_long_ones(tmp_path):

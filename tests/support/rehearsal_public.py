@@ -189,8 +189,10 @@ def attention_of_dtensors():
         parts = [distribute_tensor(part.detach(), mesh, [Shard(dim)]).requires_grad_() for part in whole]
         out = nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
         out.square().sum().backward()
-        assert out.placements == (Shard(dim),) and torch.equal(out.full_tensor(), plain)
-        assert all(torch.equal(part.grad.full_tensor(), full.grad) for part, full in zip(parts, whole, strict=True))
+        assert out.placements == (Shard(dim),)
+        assert torch.equal(out.full_tensor(), plain)
+        for part, full in zip(parts, whole, strict=True):
+            assert torch.equal(part.grad.full_tensor(), full.grad)
 
 
 def flex_attention_with_a_mask():
@@ -218,7 +220,8 @@ def modules_move_there_and_back():
     layer.bias.data = layer.bias.data.cuda()
     layer(torch.ones(2, 4, device=device)).sum().backward()
     layer.weight.data = layer.weight.data.cpu()
-    assert layer.weight.device.type == "cpu" and layer.bias.grad.device == device
+    assert layer.weight.device.type == "cpu"
+    assert layer.bias.grad.device == device
 
 
 def batch_norm_over_all_ranks():
