@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import time
 
 import cloudpickle
 import pytest
@@ -29,6 +30,34 @@ def steps_until_stopped():
 
 def test_a_signal_to_one_rank_stops_all_ranks_one_step_later():
     assert launch(steps_until_stopped, nproc=3) == [(8, "SIGUSR1")] * 3
+
+
+def answers_after_the_signal():
+    """What a rank hears whose start came after Slurm's signal. Only rank 1's clock is that late."""
+    if dist.get_rank() == 1:
+        os.environ["STOP_AT"] = str(time.time() - 1)
+    else:
+        os.environ["STOP_AT"] = str(time.time() + 1000)
+    stop = StopRequest()
+    return stop.agreed(), stop.agreed()
+
+
+def test_ranks_that_start_after_the_signal_stop_by_the_clock():
+    assert launch(answers_after_the_signal, nproc=2) == [(None, "SIGUSR1")] * 2
+
+
+def answers_at_once():
+    """What ``agreed_now`` says before and after rank 1 has got a signal, and whether it leaves a reduction running."""
+    stop = StopRequest()
+    before = stop.agreed_now()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    dist.barrier()
+    return before, stop.agreed_now(), stop.reduction
+
+
+def test_ranks_may_wait_for_an_answer_that_counts_now():
+    assert launch(answers_at_once, nproc=2) == [(None, "SIGTERM", None)] * 2
 
 
 def error_of_an_impatient_rank():

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -116,6 +117,12 @@ def digests_are_not_compared(module: Any) -> None:
         return manifest[path.name][1]
 
     replace(module, "sha256", digest_in_the_manifest)
+
+
+@lie("10", "rank 0|newest", module=CHECKPOINT)
+def each_rank_resumes_from_its_own_newest(module: Any) -> None:
+    """`latest_good` says on each rank the newest checkpoint that this rank sees, not the one that rank 0 sees."""
+    replace(module, "latest_good", lambda folder: module.find_latest_good(Path(folder)))
 
 
 @lie("10", "truncat|length|gone|damage", module=CHECKPOINT)
