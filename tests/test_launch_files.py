@@ -149,8 +149,8 @@ def run_batch(folder, script, text=None, **variables):
 @pytest.mark.parametrize(
     ("script", "start", "status", "again"),
     [
-        ("touch work/stopped", 0, 0, True),
-        ("touch work/stopped", 100, 0, False),  # the limit
+        ("touch work/stopped work/step_10.pt", 0, 0, True),
+        ("touch work/stopped work/step_10.pt", 100, 0, False),  # the limit
         ("exit 1", 0, 1, True),
         ("exit 0", 0, 0, False),
     ],
@@ -172,6 +172,27 @@ def test_a_third_failure_at_the_same_checkpoint_ends_the_job(tmp_path):
     assert [fails("x"), fails("x"), fails("x")] == [True, True, False], "there is no checkpoint"
     assert [fails("step_00000010.pt"), fails("x"), fails("step_00000020.pt"), fails("x")] == [True] * 4
     assert not fails("step_30.tmp"), "half a checkpoint"
+
+
+def test_three_stops_before_the_first_save_end_the_job(tmp_path):
+    """With a time that is too short, all starts would end before their first step, and nobody would hear of it."""
+
+    def stops(written):
+        """Whether the job starts again after a start that is told to stop."""
+        status, text = run_batch(tmp_path, f"touch work/stopped work/{written}")
+        assert (status == 0) == ("requeued" in text)
+        return "requeued" in text
+
+    assert [stops(f"step_{step}.pt") for step in (10, 20, 30, 40)] == [True] * 4
+    assert not (tmp_path / "work/failures").exists()
+    assert [stops("x"), stops("x")] == [True, True]
+    assert not (tmp_path / "called").exists()
+    assert not stops("x")
+    assert (tmp_path / "called").read_text() == (
+        "job 2 (book): it failed three times without progress, and ends. The newest checkpoint: work/step_40.pt. "
+        "Nodes that failed: none none none (stopped before the first save; is --time too short?)\n"
+    )
+    assert stops("step_50.pt"), "somebody has given it more time"
 
 
 def test_only_a_new_submission_forgets_the_failures(tmp_path):
@@ -216,7 +237,7 @@ def test_of_nodes_that_fail_together_none_is_excluded(tmp_path):
         assert "ExcNodeList" not in text
     _, text = run_batch(tmp_path, both)
     assert "requeued" not in text
-    assert "Nodes that failed: n1,n2 n1,n2 n1,n2 \n" in text
+    assert "Nodes that failed: n1,n2 n1,n2 n1,n2 \n" in text, "and n1 has not said anything"
 
 
 @pytest.mark.parametrize("status", [0, 1])
@@ -231,6 +252,41 @@ def test_a_job_that_is_switched_off_does_not_come_back(tmp_path, status):
     assert ended == 0
     assert "torchrun" not in text
 
+
+# What PyTorch writes when an access of a kernel was illegal, or the GPU is broken.
+CUDA_ERROR = """\
+torch.AcceleratorError: CUDA error: unspecified launch failure
+Search for `cudaErrorLaunchFailure' in https://docs.nvidia.com/cuda/ for more information.
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
+For debugging consider passing CUDA_LAUNCH_BLOCKING=1
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+"""
+
+# The same, when the watchdog of NCCL is the first to see it. It ends the process, and torchrun has asked Python to say
+# then where each thread was.
+WATCHDOG = "[PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with exception: "
+FRAMES = """
+Exception raised from c10_cuda_check_implementation at /pytorch/c10/cuda/CUDAException.cpp:43 (most recent call first):
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x96 (0x7ef4bb3161b6 in /lib/torch/lib/libc10.so)
+frame #1: c10::detail::torchCheckFail(char const*, char const*, unsigned int, std::string const&) + 0x64
+frame #6: <unknown function> + 0x126850 (0x7fc967d26850 in /lib/x86_64-linux-gnu/libc.so.6)
+
+"""
+ABORTED = """\
+Fatal Python error: Aborted
+
+Thread 0x00007f49a4892b80 (most recent call first):
+  File "/lib/torch/distributed/elastic/multiprocessing/errors/__init__.py", line 384 in wrapper
+  File "/work/11_trainer.py", line 3200 in <module>
+
+Extension modules: numpy._core._multiarray_umath, torch._C, torch._C._errors (total: 25)
+"""
+AFTER_TYPE = CUDA_ERROR.removeprefix("torch.AcceleratorError: ") + FRAMES
+WATCHDOG_ENDS = f"""\
+[rank1]:[E410 01:50:33.889423318 ProcessGroupNCCL.cpp:1895] {WATCHDOG}{AFTER_TYPE}\
+terminate called after throwing an instance of 'c10::DistBackendError'
+  what():  {WATCHDOG}{AFTER_TYPE}\
+{ABORTED}"""
 
 LAST_LINES = """\
 mkdir -p work/logs/n2/2/attempt_0/3
@@ -248,6 +304,11 @@ exit 1
         ("Killed", "Killed"),
         ("", "nothing"),
         ("[W1130 01:32:40.59 socket.cpp:207] [c10d] The hostname cannot be retrieved. err=-3", "nothing"),
+        (CUDA_ERROR, "torch.AcceleratorError: CUDA error: unspecified launch failure"),
+        (re.sub("(?m)^", "[rank1]: ", CUDA_ERROR), f"[rank1]: {CUDA_ERROR.splitlines()[0]}"),
+        (WATCHDOG_ENDS, f"what():  {WATCHDOG}CUDA error: unspecified launch failure"),
+        (f"double free or corruption (out)\n{ABORTED}", "double free or corruption (out)"),
+        ("KeyError: 'label'\n" + "100%|=====>|\r" * 1000, "KeyError: 'label'"),
     ],
 )
 def test_the_message_about_a_node_has_the_last_words_of_its_rank(tmp_path, lines, words):
@@ -258,12 +319,19 @@ def test_the_message_about_a_node_has_the_last_words_of_its_rank(tmp_path, lines
     assert f"is excluded. Its last words: {words} (exitcode: 1) local_rank: 3. To take it back: scontrol " in said
 
 
+# A flag that argparse does not know. Each node says so; run_batch runs only one of the two.
+WRONG_FLAG = LAST_LINES.replace("exitcode: 1", "exitcode: 2")
+ALSO_ON_N1 = """
+mkdir -p work/logs/n1
+echo "train.py: error: no flag --epoch (exitcode: 2) local_rank: 0" > work/logs/n1/last_words
+"""
+
+
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
         ("echo 'model.toml has no width' > work/gave_up; exit 1", "model.toml has no width"),
-        # A flag that argparse does not know.
-        (LAST_LINES.replace("exitcode: 1", "exitcode: 2"), "train.py: error: no flag --epoch (exitcode: 2) local_rank"),
+        (ALSO_ON_N1 + WRONG_FLAG, "train.py: error: no flag --epoch (exitcode: 2) local_rank"),
     ],
 )
 def test_a_job_that_no_start_can_help_ends_and_says_why(tmp_path, script, reason):
@@ -271,10 +339,21 @@ def test_a_job_that_no_start_can_help_ends_and_says_why(tmp_path, script, reason
     assert status == 1
     assert "requeued" not in text
     said = (tmp_path / "called").read_text()
-    assert said.startswith(f"job 2 (book): it ends, because another start would fail in the same way: {reason}")
+    assert said.startswith(
+        f"job 2 (book): it ends, because another start would probably fail in the same way: {reason}"
+    )
 
     status, text = run_batch(tmp_path, "exit 1")
     assert "requeued" in text, "the file was of the start before"
+
+
+def test_a_node_that_does_not_see_the_script_does_not_end_the_job(tmp_path):
+    """Python ends with the same status as for a wrong flag. The next start may do without this node."""
+    run_batch(tmp_path, ALSO_ON_N1)  # in an earlier start
+    for is_excluded in (False, True):
+        _, text = run_batch(tmp_path, WRONG_FLAG, LINES="python: can't open file '/home/me/11_trainer.py'")
+        assert "requeued" in text
+        assert ("ExcNodeList=n7,n2" in text) == is_excluded
 
 
 def time_after(seconds):
@@ -305,6 +384,11 @@ def test_a_job_without_a_time_limit_has_no_last_minutes(tmp_path):
     assert "stop at ()" in run_batch(tmp_path, 'echo "stop at ($STOP_AT)"', END="N/A")[1]
 
 
+def test_a_job_takes_no_time_from_the_job_that_submits_it(tmp_path):
+    """sbatch copies the environment. The time of the other job is over, so this one would stop at once, every time."""
+    assert "stop at ()" in run_batch(tmp_path, 'echo "stop at ($STOP_AT)"', END="", STOP_AT="1")[1]
+
+
 LOST_A_PEER = """\
 mkdir -p work/logs/n2/2/attempt_0/3
 echo "RuntimeError: Connection closed by peer [10.0.0.1]:4711" > work/logs/n2/2/attempt_0/3/stderr.log
@@ -333,6 +417,40 @@ def test_a_node_that_only_lost_a_peer_is_not_to_blame(tmp_path, last_words):
     assert "requeued" not in text, "the third failure"
 
 
+def test_the_rank_that_lost_a_peer_is_found_behind_the_stack_of_a_long_abort(tmp_path):
+    stack = "".join(f'  File "/lib/torch/utils/data.py", line {line} in get\n' for line in range(300))
+    lines = f"Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4)\n{FRAMES}{ABORTED}{stack}"
+    run_batch(tmp_path, LAST_LINES, LINES=lines)
+    assert not (tmp_path / "work/failed_nodes").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "to_blame"),
+    [
+        ("torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError", False),
+        ("RendezvousConnectionError: The connection to the C10d store has failed.", False),
+        ("bash: line 9: torchrun: command not found", True),
+    ],
+)
+def test_a_node_whose_torchrun_only_waited_for_another_is_not_to_blame(tmp_path, error, to_blame):
+    """No rank has failed then. A hung mount on n2 makes torchrun on n1 wait until its timeout, and end first."""
+    for _ in range(3):
+        _, text = run_batch(tmp_path, f'echo "{error}"; exit 1')
+        assert (tmp_path / "work/failed_nodes").exists() == to_blame
+    assert "requeued" not in text
+    nodes = "none none none"
+    if to_blame:
+        nodes = "n2 n2 n2"
+    assert f"Nodes that failed: {nodes} ({error})\n" in text
+
+
+def test_a_node_is_noted_before_its_words_are_read(tmp_path):
+    """srun ends this shell when the others leave, after 5 seconds, and a slow disk may take longer."""
+    functions = files()[".slurm.sh"] + 'last_words() { cp "$JOB_FOLDER/failed_nodes" noted; }\n'
+    run_batch(tmp_path, "exit 1", files()[".sbatch"].replace(f"source ./{NAME}.slurm.sh || exit", functions))
+    assert (tmp_path / "noted").read_text() == "n2\n"
+
+
 def test_whoever_is_on_duty_hears_only_of_what_needs_a_person(tmp_path):
     """The command gets one line, on what happened. If it fails, or there is none, the job's end is the same."""
 
@@ -343,15 +461,16 @@ def test_whoever_is_on_duty_hears_only_of_what_needs_a_person(tmp_path):
             return ""
         return (tmp_path / "called").read_text()
 
-    assert heard("exit 0") == heard("touch work/stopped") == heard("exit 1") == ""
-    heard("exit 1")
-    assert heard("exit 1") == (
+    fails = "echo out of memory; exit 1"
+    stops = "touch $JOB_FOLDER/stopped $JOB_FOLDER/step_10.pt"
+    assert heard("exit 0") == heard(stops, JOB_FOLDER="another") == heard(fails) == ""
+    heard(fails)
+    assert heard(fails) == (
         "job 2 (book): it failed three times without progress, and ends. "
-        "The newest checkpoint: nothing. Nodes that failed: n2 n2 n2 \n"
+        "The newest checkpoint: nothing. Nodes that failed: n2 n2 n2 (out of memory)\n"
     )
-    assert (
-        heard("touch work/stopped", SLURM_RESTART_COUNT="100") == "job 2 (book): it was started 100 times, and ends.\n"
-    )
+    last = heard(stops, JOB_FOLDER="third", SLURM_RESTART_COUNT="100")
+    assert last == "job 2 (book): it was started 100 times, and ends.\n"
 
     (tmp_path / f"{NAME}.slurm.sh").write_text("")
     plain = files(PLAIN)

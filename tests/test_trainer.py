@@ -262,6 +262,17 @@ def test_a_usage_error_is_one_line_and_the_exit_status_is_not_0(script, alone, t
     assert "gave_up" not in names_in(folder)
 
 
+def test_an_error_that_only_one_rank_has_gives_up_too(script, alone, tmp_path):
+    """The same batch would come to this rank in each start, and its node would be excluded for it."""
+    old = '    return {"loss": (loss, len(labels)),'
+    new = '    if os.environ["RANK"] == "1":\n        return {"loss": loss}\n'
+    path = changed(script, tmp_path / "wrong", old, new + old)
+    status, _, errors, _ = forked(script_on_ranks(path, 2, f"--checkpoint-dir={tmp_path}"), alone)
+    assert status != 0
+    assert "UsageError: loss_sums must give (sum, count), not " in errors
+    assert (tmp_path / "gave_up").read_text().startswith("rank 1: loss_sums must give (sum, count), not ")
+
+
 def test_an_error_that_another_start_may_not_have_does_not_give_up(script, alone, tmp_path):
     flags = ["--resume", "--must-resume", f"--checkpoint-dir={tmp_path}"]
     status, _, errors, _ = forked(script_alone(script, *flags), alone)
@@ -876,18 +887,19 @@ MOMENTS = {  # the function in which a signal comes: (where, what the run says)
 }
 
 
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
 @pytest.mark.parametrize("function", MOMENTS)
-def test_a_signal_that_comes_before_the_first_step_is_not_lost(script, alone, tmp_path, function):
+def test_a_signal_that_comes_before_the_first_step_is_not_lost(script, alone, tmp_path, function, name):
     """The batch file's shell ignores the signal, and so do its ranks until they say otherwise."""
     line, said = MOMENTS[function]
-    early = changed(script, tmp_path / "early", line, f"    signal.raise_signal(signal.SIGUSR1)\n{line}")
+    early = changed(script, tmp_path / "early", line, f"    signal.raise_signal(signal.{name})\n{line}")
     text = early.read_text().replace("import atexit\n", "import atexit\nimport signal\n", 1)
-    text = text.replace("\n\ndef add_flags(", "\nsignal.signal(signal.SIGUSR1, signal.SIG_IGN)\n\n\ndef add_flags(", 1)
+    text = text.replace("\n\ndef add_flags(", f"\nsignal.signal(signal.{name}, signal.SIG_IGN)\n\n\ndef add_flags(", 1)
     early.write_text(text)
     flags = ["--max-steps=50", f"--checkpoint-dir={tmp_path / 'run'}"]
     status, out, errors, _ = forked(script_alone(early, *flags), alone)
     assert status == 0, errors
-    assert f"stopped by SIGUSR1 {said}\n" in out
+    assert f"stopped by {name} {said}\n" in out
     assert names_in(tmp_path / "run") == ["lock", "stopped"]
 
 

@@ -7,13 +7,14 @@ begin() {
 {% if resumes %}
   end_if_switched_off 0
 {% endif %}
-  rm -f "$JOB_FOLDER/stopped" "$JOB_FOLDER/gave_up" "$JOB_FOLDER/failed_nodes"
+  rm -f "$JOB_FOLDER/stopped" "$JOB_FOLDER/gave_up" "$JOB_FOLDER/failed_nodes" "$JOB_FOLDER"/logs/*/last_words
   if [ "$START" -eq 0 ]; then
     rm -f "$JOB_FOLDER/failures"  # of an older job in this folder: a new submission counts from zero
   fi
   echo "start $START on $SLURM_JOB_NODELIST"
   find_addresses
 {% if stops %}
+  CHECKPOINT_BEFORE=$(newest_checkpoint)
   find_stop_time
 {% endif %}
 }
@@ -23,6 +24,7 @@ begin() {
 # would end with TIMEOUT. So each rank also looks at the clock when it starts. Slurm may send the signal a minute early.
 find_stop_time() {
   local end seconds stop_at
+  unset STOP_AT  # sbatch copies the environment, so a job that another job submits would have that one's time
   end=$(SLURM_TIME_FORMAT=standard squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e)
   seconds=$(grep -o -m 1 "USR1@[0-9]*" "$0" | cut -d@ -f2)  # Slurm's copy of the batch file has your number
   if [[ $end == *-*T* ]]; then  # a job without a time limit has no such time
@@ -46,8 +48,9 @@ find_addresses() {
 
 # Run a Python script under one torchrun on each node. srun starts a shell there, which gets these functions as text.
 on_all_nodes() {
-  local functions
-  functions=$(declare -f on_this_node name_network note_failure first_failure errors_of_rank last_words lost_a_peer)
+  local functions names="on_this_node name_network note_failure first_failure errors_of_rank end_of last_words lost_a_peer"
+  # shellcheck disable=SC2086  # several names
+  functions=$(declare -f $names)
   # shellcheck disable=SC2086  # IN_CONTAINER and NUMA_BINDING may be several words, or none.
   srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" $IN_CONTAINER \
     bash -c "$functions; on_this_node \"\$@\"" torchrun $NUMA_BINDING "$@"
@@ -77,19 +80,17 @@ preflight() {
 
 # When one node fails, the ranks of the others fail too, because they lose a connection. Note only the nodes that failed
 # by themselves: the root cause is there. Each node waits then, so that srun does not end another one before it is noted.
+# The note comes before the words, because a slow disk may take longer than the others wait.
 note_failure() {
-  local failure errors
+  local failure errors words
   failure=$(first_failure "$1")
   errors=$(errors_of_rank "${failure##* }" "$1")
-  echo "$(last_words "$errors") ${failure#failed }" > "$1/last_words"
+  errors=${errors:-$1/torchrun.log}  # If no rank has failed, torchrun itself has.
   if ! lost_a_peer "$errors"; then
     echo "$SLURMD_NODENAME" >> "$JOB_FOLDER/failed_nodes"
   fi
-{% if resumes %}
-  if [[ $failure == *"exitcode: 2)"* ]]; then  # Python's status for a wrong flag, and for a script that is not there
-    cp "$1/last_words" "$JOB_FOLDER/gave_up"
-  fi
-{% endif %}
+  words="$(last_words "$errors") ${failure#failed }"
+  echo "${words% }" > "$1/last_words"
   sleep 5
 }
 
@@ -103,24 +104,33 @@ errors_of_rank() {
   find "$2" -path "*/attempt_*/$1/stderr.log" -printf "%T@ %p\n" | sort -n | tail -n 1 | cut -d" " -f2-
 }
 
+# The end of a file, without lines that only surround an error: the stacks of C++ and of Python's faulthandler, and what
+# PyTorch advises after an error of CUDA. Only the end is read, because a progress bar may be one line of many MB.
+end_of() {
+  local noise="frame #[0-9]+:|^#[0-9]+ |Exception raised from|terminate called|omitting python frames"
+  noise="$noise|Search for .cuda|CUDA kernel errors might be|CUDA_LAUNCH_BLOCKING|TORCH_USE_CUDA_DSA"
+  noise="$noise|Fatal Python error: Aborted|most recent call first|^ *File \"|^Extension modules:|^\s*$"
+  tail -c 200000 "$1" 2>/dev/null | tr "\r" "\n" | grep -avE "$noise"
+}
+
 # The last line of a file that names an error, or else the last line. Warnings do not count, because some come at the end
 # of Python. Those of c10d begin with [W and the date.
 last_words() {
-  local lines="" error=""
-  if [ "$1" ]; then
-    lines=$(grep -viE "warning|\[W[0-9]{4} " "$1")
-    error=$(grep -iE "error|exception|assert" <<< "$lines" | tail -n 1)
-  fi
+  local lines error
+  lines=$(end_of "$1" | grep -aviE "warning|\[W[0-9]{4} ")
+  error=$(grep -aiE "error|exception|assert|what\(\):" <<< "$lines" | tail -n 1)
   error=${error:-$(tail -n 1 <<< "$lines")}
+  error=${error#"  "}  # C++ indents what(): by two spaces
   echo "${error:-nothing}" | cut -c 1-300
 }
 
-# Whether the rank with this file says that another rank was gone, or did not come: in a hang, the healthy ranks are
-# those that reach a timeout.
+# Whether the process with this file says that another one was gone, or did not come: in a hang, the healthy ranks are
+# those that reach a timeout. If a node does not come at all, it is torchrun on the healthy ones.
 lost_a_peer() {
   local gone="closed by peer|reset by peer|Broken pipe|likely closed|remote process exited"
-  local late="Watchdog caught|Operation timed out|Timed out waiting"
-  [ "$1" ] && tail -n 100 "$1" | grep -qE "$gone|$late"
+  local late="Watchdog caught|Operation timed out|Timed out waiting|socket has timed out"
+  local not_met="RendezvousTimeout|RendezvousConnection|RendezvousClosed|DistStoreError"
+  end_of "$1" | tail -n 100 | grep -qaE "$gone|$late|$not_met"
 }
 
 {% if resumes %}
@@ -133,26 +143,38 @@ end_if_switched_off() {
   fi
 }
 
-# Another start does not help against a wrong flag, nor against a loss that is not finite any more. The script says so by
-# a file, with its last words.
+# Another start does not help against a wrong flag, and hardly against a loss that is not finite any more. The script says
+# so by a file, with its last words. Python ends with status 2 for a wrong flag, and then it does so on all nodes. It
+# also ends with 2 if it does not see the script. If that is so on some nodes only, the job may do without these.
 end_if_hopeless() {
+  local refused
+  refused=$(grep -lE "\(exitcode: 2\) local_rank: [0-9]+$" "$JOB_FOLDER"/logs/*/last_words 2>/dev/null | wc -l)
+  if [ "$refused" = "$SLURM_NNODES" ]; then
+    cat "$JOB_FOLDER"/logs/*/last_words > "$JOB_FOLDER/gave_up"
+  fi
   if [ "$1" -ne 0 ] && [ -e "$JOB_FOLDER/gave_up" ]; then
-    tell "it ends, because another start would fail in the same way: $(head -n 1 "$JOB_FOLDER/gave_up")"
+    tell "it ends, because another start would probably fail in the same way: $(head -n 1 "$JOB_FOLDER/gave_up")"
     exit "$1"
   fi
 }
 
 {% endif %}
-# After the ranks have ended with this status: start again, or end. A script that was told to stop before its end has
-# saved, and has left the file `stopped` behind.
+# After the ranks have ended with this status: start again, or end.
+{% if stops %}
+# A script that was told to stop before its end has left the file `stopped` behind, and has usually saved. If it had to
+# stop before it could save, that counts like a failure: with a --time that is too short, all starts would end so, and
+# nobody would hear of it.
+{% endif %}
 end() {
 {% if resumes %}
   end_if_switched_off "$1"
   end_if_hopeless "$1"
 {% endif %}
 {% if stops %}
-  if [ -e "$JOB_FOLDER/stopped" ]; then
+  if [ -e "$JOB_FOLDER/stopped" ] && [ "$(newest_checkpoint)" != "$CHECKPOINT_BEFORE" ]; then
     start_again
+  elif [ -e "$JOB_FOLDER/stopped" ]; then
+    after_failure 1 "stopped before the first save; is --time too short?"
   elif [ "$1" -ne 0 ]; then
     after_failure "$1"
   fi
@@ -173,18 +195,27 @@ tell() {
 {% if resumes %}
 
 # A failure is often one of the machine, so another start may help. But a third failure with the same newest checkpoint
-# ends the job, because a bug would use up the allocation.
+# ends the job, because a bug would use up the allocation. The second argument is why it failed, if no rank says it.
 after_failure() {
-  local checkpoint nodes
+  local checkpoint nodes words
   checkpoint=$(newest_checkpoint)
   nodes=$(sort -u "$JOB_FOLDER/failed_nodes" 2>/dev/null | paste -sd,)
+  words=${2:-$(words_of "$nodes")}
   echo "$checkpoint $nodes" >> "$JOB_FOLDER/failures"
   if [ "$(failures_at "$checkpoint" | wc -l)" -ge 3 ]; then
-    tell "it failed three times without progress, and ends. $(where_it_failed "$checkpoint")"
+    tell "it failed three times without progress, and ends. $(where_it_failed "$checkpoint")${words:+($words)}"
     exit "$1"
   fi
   start_again
-  exclude_bad_node "$nodes"
+  exclude_bad_node "$nodes" "$words"
+}
+
+# The last words of the first of these nodes (n1,n2). If none has failed by itself: what most nodes have said.
+words_of() {
+  local node=${1%%,*}
+  # shellcheck disable=SC2086  # a name, or a pattern for all names
+  cat "$JOB_FOLDER"/logs/${node:-*}/last_words 2>/dev/null | sort | uniq -c | sort -rn | head -n 1 |
+    sed "s/^ *[0-9]* //"  # without the count
 }
 
 newest_checkpoint() {
@@ -198,7 +229,9 @@ failures_at() {
 }
 
 where_it_failed() {
-  echo "The newest checkpoint: $1. Nodes that failed: $(failures_at "$1" | cut -d" " -f2 | tr "\n" " ")"
+  local nodes
+  nodes=$(failures_at "$1" | cut -d" " -f2 | sed "s/^$/none/" | tr "\n" " ")
+  echo "The newest checkpoint: $1. Nodes that failed: $nodes"
 }
 
 # Put this job into the queue again. Slurm ends this script then, but something is left to do.
@@ -216,12 +249,11 @@ start_again() {
 # failed at once (n1,n2), the cause may be the network between them, or a bug, so none is excluded. The message has the
 # rank's last words, because a bug that only one rank meets looks like a broken node.
 exclude_bad_node() {
-  local nodes=$1 times excluded words undo
+  local nodes=$1 words=$2 times excluded undo
   times=$(cut -d" " -f2 "$JOB_FOLDER/failures" | grep -cxF "$nodes")
   if [ "$nodes" ] && [[ $nodes != *,* ]] && [ "$times" -ge 2 ]; then
     excluded=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%x)
     scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${excluded:+$excluded,}$nodes"
-    words=$(cat "$JOB_FOLDER/logs/$nodes/last_words" 2>/dev/null)
     undo="scontrol update JobId=$SLURM_JOB_ID ExcNodeList="
     tell "$nodes failed $times times, and is excluded. Its last words: ${words:-nothing}. To take it back: $undo"
   fi
