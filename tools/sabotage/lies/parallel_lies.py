@@ -421,6 +421,13 @@ def the_embedding_is_not_divided_in_the_model(text: str) -> str:
     return swap(text, level, "")
 
 
+@lie("07", "block|whole|sharded", notebook=True)
+def the_script_leaves_the_ends_of_the_model_whole(text: str) -> str:
+    """The script shards the blocks, and leaves the embeddings, the last norm and the head as they are."""
+    sharded = 'shard_outside_blocks(model, mesh[\\"dp\\"], policy)'
+    return swap(text, sharded, "pass")
+
+
 @lie("07b", "type|collective", module="spmd_types.checker")
 def the_checker_of_types_checks_nothing(module: Any) -> None:
     """`spmd_types` takes every operation for right."""
