@@ -401,6 +401,12 @@ def an_aborted_rank_prints_nothing(module: Any) -> None:
                 yield line
 
 
+@lie("05", "float16|eighth", notebook=True)
+def smooth_float16_is_as_wrong_as_bfloat16(text: str) -> str:
+    """With a smooth activation, float16's gradient is as far off as that of bfloat16."""
+    return swap(text, "gradient_of_smooth_model(torch.float16)", "gradient_of_smooth_model(torch.bfloat16)")
+
+
 @lie("05", "skip|overflow|back", module=SCALER)
 def scaler_never_skips(module: Any) -> None:
     """`GradScaler` takes the step though a gradient is infinite."""

@@ -689,6 +689,12 @@ def a_checkpoint_keeps_the_tensors_of_the_ranks_apart(module: Any) -> None:
         original(by_rank(state_dict), **keywords)  # into the same tensors
 
 
+@lie("09c", "norm|expert", notebook=True)
+def saved_experts_are_copies(text: str) -> str:
+    """The DTensors of the experts say that the ranks along `ep` have copies, and not parts, of them."""
+    return swap(text, "from_local(mine, ep_mesh, [Shard(0)])", "from_local(mine, ep_mesh)")
+
+
 @lie("09c", "divisor|FSDP", module=FSDP)
 def fsdp_keeps_its_own_divisor(module: Any) -> None:
     """`set_gradient_divide_factor` changes nothing, so FSDP divides by the size of its mesh."""
