@@ -181,9 +181,9 @@ def test_the_rollback_waits_until_squeue_says_that_the_job_is_gone(last_answer, 
     answers = f"""#!/bin/sh
 echo call >> calls
 case $(wc -l < calls) in
-  1) echo '4711 gpu 11_trainer me R 1:00 8 node[1-8]' ;;
+  1) echo '4711 gpu trainer me R 1:00 8 node[1-8]' ;;
   2) echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1 ;;
-  3) echo '4711 gpu 11_trainer me CG 1:10 8 node[1-8]' ;;
+  3) echo '4711 gpu trainer me CG 1:10 8 node[1-8]' ;;
   *) {last_answer} ;;
 esac
 """
