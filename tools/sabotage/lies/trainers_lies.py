@@ -295,6 +295,16 @@ def nobody_is_told(module: Any) -> None:
         return {name: text.replace('if [ "$ON_CALL" ]', "if false") for name, text in texts.items()}
 
 
+@lie("12c", "last words|CUDA|advice", module="helpers.export.launch_files")
+def advice_instead_of_an_error(module: Any) -> None:
+    """After an error of CUDA, the message about a node has PyTorch's advice in place of the error."""
+
+    @instead_of(module, "launch_files")
+    def launch_files(original: Any, *inputs: Any, **keywords: Any) -> Any:
+        texts = original(*inputs, **keywords)
+        return {name: text.replace("|TORCH_USE_CUDA_DSA", "") for name, text in texts.items()}
+
+
 @lie("12c", "hang|timeout|blame", module="helpers.export.launch_files")
 def in_a_hang_the_healthy_nodes_are_to_blame(module: Any) -> None:
     """The batch file takes a node whose ranks reach a timeout for the cause of a failure."""
@@ -302,7 +312,7 @@ def in_a_hang_the_healthy_nodes_are_to_blame(module: Any) -> None:
     @instead_of(module, "launch_files")
     def launch_files(original: Any, *inputs: Any, **keywords: Any) -> Any:
         texts = original(*inputs, **keywords)
-        return {name: text.replace('grep -qE "$gone|$late"', 'grep -qE "$gone"') for name, text in texts.items()}
+        return {name: text.replace('"$gone|$late|', '"$gone|') for name, text in texts.items()}
 
 
 @lie("12c", "overwrite|own|copy|functions", module="helpers.export.chapters")
