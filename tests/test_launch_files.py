@@ -277,7 +277,7 @@ Fatal Python error: Aborted
 
 Thread 0x00007f49a4892b80 (most recent call first):
   File "/lib/torch/distributed/elastic/multiprocessing/errors/__init__.py", line 384 in wrapper
-  File "/work/11_trainer.py", line 3200 in <module>
+  File "/work/trainer.py", line 3200 in <module>
 
 Extension modules: numpy._core._multiarray_umath, torch._C, torch._C._errors (total: 25)
 """
@@ -351,7 +351,7 @@ def test_a_node_that_does_not_see_the_script_does_not_end_the_job(tmp_path):
     """Python ends with the same status as for a wrong flag. The next start may do without this node."""
     run_batch(tmp_path, ALSO_ON_N1)  # in an earlier start
     for is_excluded in (False, True):
-        _, text = run_batch(tmp_path, WRONG_FLAG, LINES="python: can't open file '/home/me/11_trainer.py'")
+        _, text = run_batch(tmp_path, WRONG_FLAG, LINES="python: can't open file '/home/me/train.py'")
         assert "requeued" in text
         assert ("ExcNodeList=n7,n2" in text) == is_excluded
 
