@@ -161,6 +161,30 @@ def test_a_job_starts_again_after_a_stop_and_after_a_failure(tmp_path, script, s
     assert ("requeued" in text) == again, text
 
 
+@pytest.mark.parametrize("script", ["touch work/stopped work/step_10.pt", "exit 1"])
+@pytest.mark.parametrize(("failures", "status_after_a_stop"), [(2, 0), (3, 1)])
+def test_a_requeue_that_fails_is_tried_again_and_then_told(
+    tmp_path, monkeypatch, script, failures, status_after_a_stop
+):
+    """Without the message, a job that saved and stopped would end with status 0, and nobody would hear of it."""
+    requeue = f'requeue) echo >> tries; [ "$(wc -l < tries)" -gt {failures} ] && echo requeued ;;'
+    monkeypatch.setitem(STAND_INS, "scontrol", STAND_INS["scontrol"].replace("requeue) echo requeued ;;", requeue))
+    status, text = run_batch(tmp_path, script)
+    assert (tmp_path / "tries").read_text() == "\n" * 3
+    if script == "exit 1":
+        assert status == 1
+    else:
+        assert status == status_after_a_stop
+    if failures < 3:
+        assert "requeued" in text
+        assert not (tmp_path / "called").exists()
+    else:
+        assert (tmp_path / "called").read_text() == (
+            "job 2 (book): it should start again, but scontrol requeue failed three times, so it ends. "
+            f"Submit it again with the same flags: JOB_FOLDER=work sbatch {NAME}.sbatch\n"
+        )
+
+
 def test_a_third_failure_at_the_same_checkpoint_ends_the_job(tmp_path):
     """A bug would fail for ever. A failure after a newer checkpoint is another one."""
 
@@ -348,12 +372,23 @@ def test_a_job_that_no_start_can_help_ends_and_says_why(tmp_path, script, reason
 
 
 def test_a_node_that_does_not_see_the_script_does_not_end_the_job(tmp_path):
-    """Python ends with the same status as for a wrong flag. The next start may do without this node."""
+    """Python ends with the same status as for a wrong flag. Here JOB_FOLDER is on a disk that the node does see."""
     run_batch(tmp_path, ALSO_ON_N1)  # in an earlier start
     for is_excluded in (False, True):
         _, text = run_batch(tmp_path, WRONG_FLAG, LINES="python: can't open file '/home/me/train.py'")
         assert "requeued" in text
         assert ("ExcNodeList=n7,n2" in text) == is_excluded
+
+
+def test_a_node_that_does_not_see_the_jobs_folder_says_so_and_makes_none(tmp_path, monkeypatch):
+    """Slurm starts it in another folder then. What it wrote there would not be found."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setitem(STAND_INS, "srun", "cd elsewhere\n" + STAND_INS["srun"])
+    _, text = run_batch(tmp_path, "exit 1")
+    assert f"n2 is in {tmp_path}/elsewhere and does not see the job's folder work.\n" in text
+    assert "torchrun" not in text
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert "requeued" in text
 
 
 def time_after(seconds):
@@ -387,6 +422,13 @@ def test_a_job_without_a_time_limit_has_no_last_minutes(tmp_path):
 def test_a_job_takes_no_time_from_the_job_that_submits_it(tmp_path):
     """sbatch copies the environment. The time of the other job is over, so this one would stop at once, every time."""
     assert "stop at ()" in run_batch(tmp_path, 'echo "stop at ($STOP_AT)"', END="", STOP_AT="1")[1]
+
+
+def test_a_job_that_a_rank_submits_does_not_take_this_jobs_folder(tmp_path):
+    """sbatch copies the environment. The other job would train on from this one's checkpoints."""
+    _, text = run_batch(tmp_path, "env")  # what a program sees that the ranks start
+    assert "\nSTART=1\n" in text
+    assert "\nJOB_FOLDER=" not in text
 
 
 LOST_A_PEER = """\
@@ -444,6 +486,35 @@ def test_a_node_whose_torchrun_only_waited_for_another_is_not_to_blame(tmp_path,
     assert f"Nodes that failed: {nodes} ({error})\n" in text
 
 
+@pytest.mark.parametrize(
+    ("status", "last_line", "to_blame"),
+    [
+        (1, "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError", False),
+        (1, "[...].api.RendezvousConnectionError: The connection to the C10d store has failed. See inner [...]", False),
+        (1, "=" * 60, True),  # the end of torchrun's report on a rank
+        (2, "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError", True),  # the script has a wrong flag
+    ],
+)
+def test_a_failure_of_hours_ago_does_not_blame_the_node_that_loses_the_others_now(
+    tmp_path, status, last_line, to_blame
+):
+    earlier = LAST_LINES.replace("exitcode: 1", f"exitcode: {status}").replace("exit 1", f'echo "{last_line}"; exit 1')
+    run_batch(tmp_path, earlier, LINES="KeyError: 'label'")
+    assert (tmp_path / "work/failed_nodes").exists() == to_blame
+    said = (tmp_path / "work/logs/n2/last_words").read_text()
+    if to_blame:
+        assert said == f"KeyError: 'label' (exitcode: {status}) local_rank: 3\n"
+    else:
+        assert said == f"{last_line}\n"
+
+
+def test_if_no_node_is_to_blame_the_message_has_the_words_of_the_first(tmp_path):
+    for _ in range(3):
+        run_batch(tmp_path, 'mkdir -p work/logs/n1; echo "A peer is gone" > work/logs/n1/last_words; ' + LOST_A_PEER)
+    said = (tmp_path / "called").read_text()
+    assert said.endswith("Nodes that failed: none none none (A peer is gone)\n")
+
+
 def test_a_node_is_noted_before_its_words_are_read(tmp_path):
     """srun ends this shell when the others leave, after 5 seconds, and a slow disk may take longer."""
     functions = files()[".slurm.sh"] + 'last_words() { cp "$JOB_FOLDER/failed_nodes" noted; }\n'
@@ -462,14 +533,14 @@ def test_whoever_is_on_duty_hears_only_of_what_needs_a_person(tmp_path):
         return (tmp_path / "called").read_text()
 
     fails = "echo out of memory; exit 1"
-    stops = "touch $JOB_FOLDER/stopped $JOB_FOLDER/step_10.pt"
-    assert heard("exit 0") == heard(stops, JOB_FOLDER="another") == heard(fails) == ""
+    assert heard("exit 0") == heard("touch another/stopped another/step_10.pt", JOB_FOLDER="another") == ""
+    assert heard(fails) == ""
     heard(fails)
     assert heard(fails) == (
         "job 2 (book): it failed three times without progress, and ends. "
         "The newest checkpoint: nothing. Nodes that failed: n2 n2 n2 (out of memory)\n"
     )
-    last = heard(stops, JOB_FOLDER="third", SLURM_RESTART_COUNT="100")
+    last = heard("touch third/stopped third/step_10.pt", JOB_FOLDER="third", SLURM_RESTART_COUNT="100")
     assert last == "job 2 (book): it was started 100 times, and ends.\n"
 
     (tmp_path / f"{NAME}.slurm.sh").write_text("")
@@ -494,13 +565,26 @@ def test_shellcheck_finds_nothing(script, tmp_path):
     assert done.returncode == 0, done.stdout
 
 
-def test_without_the_nodes_addresses_the_job_ends(tmp_path, capfd):
-    functions = files()[".slurm.sh"].replace("scontrol --oneliner", "false")
-    inline = files()[".sbatch"].replace(f"source ./{NAME}.slurm.sh || exit", functions)
-    status, text = run_batch(tmp_path, "", inline)
+@pytest.mark.parametrize("found", [0, 1])
+def test_without_an_address_of_each_node_the_job_ends_and_says_so(tmp_path, monkeypatch, found):
+    """With one too few, a node would take the address of another."""
+    addresses = 'printf "NodeName=n NodeAddr=10.0.0.%s Port=1\\n"'
+    monkeypatch.setitem(STAND_INS, "scontrol", f"echo >> tries; {addresses} 1 | head -n {found}")
+    status, text = run_batch(tmp_path, "")
     assert status == 1
     assert "torchrun" not in text
-    assert capfd.readouterr().err == "scontrol gives no addresses. Write the nodes' into ADDRESSES, one a line.\n"
+    assert (tmp_path / "tries").read_text() == "\n" * 3
+    assert (tmp_path / "called").read_text() == (
+        f"job 2 (book): it ends, because scontrol show node gives {found} addresses for 2 nodes. Submit it again.\n"
+    )
+
+
+def test_slurm_may_say_the_nodes_addresses_only_when_it_is_asked_again(tmp_path, monkeypatch):
+    fails_twice = 'echo >> tries; [ "$(wc -l < tries)" -gt 2 ] || exit 1\n'
+    monkeypatch.setitem(STAND_INS, "scontrol", fails_twice + STAND_INS["scontrol"])
+    status, text = run_batch(tmp_path, "")
+    assert status == 0
+    assert "--rdzv-endpoint=10.0.0.1:20002 --rdzv-id=2.1 --local-addr=10.0.0.2 " in text
 
 
 def test_after_a_preflight_that_fails_nothing_is_trained(tmp_path):
@@ -522,6 +606,17 @@ def test_each_node_has_its_address_and_its_network_and_the_preflight_runs_first(
         assert words in second
     assert text.count("gloo takes (ib7)") == 2
     assert "gloo takes (eth0)" in run_batch(tmp_path, report, GLOO_SOCKET_IFNAME="eth0")[1], "as the reader says"
+
+
+def test_a_container_without_ip_leaves_the_network_to_gloo_and_says_so(tmp_path, monkeypatch, capfd):
+    """An empty name would not help gloo, and would look like a choice."""
+    monkeypatch.setitem(STAND_INS, "ip", "exit 127")
+    report = 'echo "gloo takes (${GLOO_SOCKET_IFNAME-what it finds})"'
+    message = "n2 cannot ask ip which network leads to 10.0.0.1. Set GLOO_SOCKET_IFNAME in the batch file.\n"
+    assert "gloo takes (what it finds)" in run_batch(tmp_path, report)[1]
+    assert message in capfd.readouterr().err
+    assert "gloo takes (eth0)" in run_batch(tmp_path, report, GLOO_SOCKET_IFNAME="eth0")[1]
+    assert message not in capfd.readouterr().err
 
 
 def test_a_container_and_a_binding(tmp_path):

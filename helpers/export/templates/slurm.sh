@@ -37,33 +37,59 @@ find_stop_time() {
 {% endif %}
 
 # A name of a node in Slurm may mean nothing to the other nodes, so torchrun gets the addresses that Slurm uses.
+# Slurm may not answer for some seconds, and does not start a job again whose batch file fails. So this tries again.
 find_addresses() {
-  ADDRESSES=$(scontrol --oneliner show node "$SLURM_JOB_NODELIST" | grep -o " NodeAddr=[^ ]*" | cut -d= -f2)
-  export ADDRESSES
-  if [ -z "$ADDRESSES" ]; then
-    echo "scontrol gives no addresses. Write the nodes' into ADDRESSES, one a line." >&2
-    exit 1
-  fi
+  local found
+  for _ in 1 2 3; do
+    found=$(scontrol --oneliner show node "$SLURM_JOB_NODELIST" | grep -o " NodeAddr=[^ ]*" | cut -d= -f2)
+    if [ "$(wc -w <<< "$found")" -eq "$SLURM_NNODES" ]; then  # with one too few, nodes would take others' addresses
+      export ADDRESSES=$found
+      return
+    fi
+    sleep 10
+  done
+  found=$(wc -w <<< "$found")
+  tell "it ends, because scontrol show node gives $found addresses for $SLURM_NNODES nodes. Submit it again."
+  exit 1
 }
 
 # Run a Python script under one torchrun on each node. srun starts a shell there, which gets these functions as text.
 on_all_nodes() {
-  local functions names="on_this_node name_network note_failure first_failure errors_of_rank end_of last_words lost_a_peer"
+  local functions names="start_node on_this_node name_network"
+  names="$names note_failure first_failure errors_of_rank end_of last_words lost_a_peer"
   # shellcheck disable=SC2086  # several names
   functions=$(declare -f $names)
   # shellcheck disable=SC2086  # IN_CONTAINER and NUMA_BINDING may be several words, or none.
   srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" $IN_CONTAINER \
-    bash -c "$functions; on_this_node \"\$@\"" torchrun $NUMA_BINDING "$@"
+    bash -c "$functions; start_node \"\$@\"" torchrun $NUMA_BINDING "$@"
+}
+
+# A node where the disk with the job's folder is away must not make a folder of its own, where nobody would look for its
+# logs. It waits before it ends, because srun ends the others then, and each such node should be named in the output.
+start_node() {
+  if ! [ -d "$JOB_FOLDER" ]; then
+    echo "$SLURMD_NODENAME is in $PWD and does not see the job's folder $JOB_FOLDER."
+    sleep 5
+    exit 1
+  fi
+  export -n JOB_FOLDER  # not for the ranks: a job that one of them submits would take this job's folder for its own
+  on_this_node "$@"
 }
 
 # By itself gloo may take the loopback, to which Debian gives the name of the machine. This names the network that leads
 # to another node.
 name_network() {
   local other route
+  if [ -z "$1" ] || [ -n "${GLOO_SOCKET_IFNAME-}" ]; then  # there is no other node, or you have named the network
+    return
+  fi
   other=$(getent ahosts "$1" | head -n 1 | cut -d" " -f1)
-  route=$(ip route get "$other")
+  if ! route=$(ip route get "$other"); then  # many containers have no such command
+    echo "$SLURMD_NODENAME cannot ask ip which network leads to $1. Set GLOO_SOCKET_IFNAME in the batch file." >&2
+    return
+  fi
   route=${route#* dev }
-  export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-${route%% *}}
+  export GLOO_SOCKET_IFNAME=${route%% *}
 }
 {% if not is_check %}
 
@@ -86,6 +112,12 @@ note_failure() {
   failure=$(first_failure "$1")
   errors=$(errors_of_rank "${failure##* }" "$1")
   errors=${errors:-$1/torchrun.log}  # If no rank has failed, torchrun itself has.
+  # A rank may have failed hours before another node was lost, and torchrun started it again. Then torchrun's last line
+  # says that it has lost the others. With a wrong flag it may say so too, but there the rank's status is the cause.
+  if [[ $failure != *"exitcode: 2)"* ]] && lost_a_peer <(tail -n 1 "$1/torchrun.log"); then
+    failure=""
+    errors=$1/torchrun.log
+  fi
   if ! lost_a_peer "$errors"; then
     echo "$SLURMD_NODENAME" >> "$JOB_FOLDER/failed_nodes"
   fi
@@ -94,7 +126,7 @@ note_failure() {
   sleep 5
 }
 
-# What torchrun says of the rank that was the first to fail on this node, such as "failed (exitcode: -6) local_rank: 3".
+# What torchrun said last of a rank that was the first of this node to fail: "failed (exitcode: -6) local_rank: 3".
 first_failure() {
   grep -o "failed (exitcode: .*local_rank: [0-9]*" "$1/torchrun.log" | tail -n 1
 }
@@ -145,7 +177,8 @@ end_if_switched_off() {
 
 # Another start does not help against a wrong flag, and hardly against a loss that is not finite any more. The script says
 # so by a file, with its last words. Python ends with status 2 for a wrong flag, and then it does so on all nodes. It
-# also ends with 2 if it does not see the script. If that is so on some nodes only, the job may do without these.
+# also ends with 2 if it does not see the script. Where JOB_FOLDER is on another disk, that may be so on one node only,
+# and another start may do without this node.
 end_if_hopeless() {
   local refused
   refused=$(grep -lE "\(exitcode: 2\) local_rank: [0-9]+$" "$JOB_FOLDER"/logs/*/last_words 2>/dev/null | wc -l)
@@ -210,12 +243,11 @@ after_failure() {
   exclude_bad_node "$nodes" "$words"
 }
 
-# The last words of the first of these nodes (n1,n2). If none has failed by itself: what most nodes have said.
+# The last words of the first of these nodes (n1,n2). If none has failed by itself: of the first node that has some.
 words_of() {
   local node=${1%%,*}
   # shellcheck disable=SC2086  # a name, or a pattern for all names
-  cat "$JOB_FOLDER"/logs/${node:-*}/last_words 2>/dev/null | sort | uniq -c | sort -rn | head -n 1 |
-    sed "s/^ *[0-9]* //"  # without the count
+  cat "$JOB_FOLDER"/logs/${node:-*}/last_words 2>/dev/null | head -n 1
 }
 
 newest_checkpoint() {
@@ -234,14 +266,24 @@ where_it_failed() {
   echo "The newest checkpoint: $1. Nodes that failed: $nodes"
 }
 
-# Put this job into the queue again. Slurm ends this script then, but something is left to do.
+# Put this job into the queue again. Slurm ends this script then, but something is left to do. Slurm may not answer for
+# some seconds, so this tries again. If Slurm did put the job into the queue and only its answer was lost, it ends this
+# script after KillWait, by default 30 seconds, and so before the message.
 start_again() {
   if [ "$START" -ge 100 ]; then
     tell "it was started 100 times, and ends."
     return
   fi
   trap "" TERM
-  scontrol requeue "$SLURM_JOB_ID"
+  for _ in 1 2 3; do
+    if scontrol requeue "$SLURM_JOB_ID"; then
+      return
+    fi
+    sleep 15
+  done
+  tell "it should start again, but scontrol requeue failed three times, so it ends. \
+Submit it again with the same flags: JOB_FOLDER=$JOB_FOLDER sbatch {{ batch_file }}"
+  exit 1
 }
 
 # Slurm might give the job the same nodes, with the same broken GPU. So a node that has failed alone twice in this job is
