@@ -241,6 +241,22 @@ def test_a_node_that_failed_twice_is_excluded(tmp_path):
         assert "ExcNodeList" not in text, "each of the two nodes failed once"
 
 
+def test_a_node_that_slurm_does_not_exclude_is_not_called_excluded(tmp_path, monkeypatch):
+    fails = STAND_INS["scontrol"].replace('update) echo "$*" ;;', "update) exit 1 ;;")
+    monkeypatch.setitem(STAND_INS, "scontrol", fails)
+    for _ in range(2):
+        run_batch(tmp_path, "echo out of memory; exit 1")
+    said = (tmp_path / "called").read_text()
+    assert said == "job 2 (book): n2 failed 2 times, and could not be excluded. Its last words: out of memory\n"
+
+
+def test_a_job_that_ends_after_its_last_start_excludes_no_node(tmp_path):
+    for start in (99, 100):
+        _, text = run_batch(tmp_path, "exit 1", SLURM_RESTART_COUNT=str(start))
+    assert "it was started 100 times, and ends." in text
+    assert "ExcNodeList" not in text
+
+
 def test_progress_does_not_excuse_a_node_that_fails_again_and_again(tmp_path):
     """A job that saves each hour makes progress between two failures of a GPU that fails every three hours."""
     excluded = []

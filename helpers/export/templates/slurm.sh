@@ -239,8 +239,9 @@ after_failure() {
     tell "it failed three times without progress, and ends. $(where_it_failed "$checkpoint")${words:+($words)}"
     exit "$1"
   fi
-  start_again
-  exclude_bad_node "$nodes" "$words"
+  if start_again; then
+    exclude_bad_node "$nodes" "$words"
+  fi
 }
 
 # The last words of the first of these nodes (n1,n2). If none has failed by itself: of the first node that has some.
@@ -272,7 +273,7 @@ where_it_failed() {
 start_again() {
   if [ "$START" -ge 100 ]; then
     tell "it was started 100 times, and ends."
-    return
+    return 1
   fi
   trap "" TERM
   for _ in 1 2 3; do
@@ -295,9 +296,12 @@ exclude_bad_node() {
   times=$(cut -d" " -f2 "$JOB_FOLDER/failures" | grep -cxF "$nodes")
   if [ "$nodes" ] && [[ $nodes != *,* ]] && [ "$times" -ge 2 ]; then
     excluded=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%x)
-    scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${excluded:+$excluded,}$nodes"
-    undo="scontrol update JobId=$SLURM_JOB_ID ExcNodeList="
-    tell "$nodes failed $times times, and is excluded. Its last words: ${words:-nothing}. To take it back: $undo"
+    if scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${excluded:+$excluded,}$nodes"; then
+      undo="scontrol update JobId=$SLURM_JOB_ID ExcNodeList="
+      tell "$nodes failed $times times, and is excluded. Its last words: ${words:-nothing}. To take it back: $undo"
+    else
+      tell "$nodes failed $times times, and could not be excluded. Its last words: ${words:-nothing}"
+    fi
   fi
 }
 {% else %}
