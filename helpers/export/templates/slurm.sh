@@ -26,7 +26,7 @@ find_stop_time() {
   local end seconds stop_at
   unset STOP_AT  # sbatch copies the environment, so a job that another job submits would have that one's time
   end=$(SLURM_TIME_FORMAT=standard squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e)
-  seconds=$(grep -o -m 1 "USR1@[0-9]*" "$0" | cut -d@ -f2)  # Slurm's copy of the batch file has your number
+  seconds=$(grep -o "USR1@[0-9]*" "$0" | head -n 1 | cut -d@ -f2)  # Slurm's copy of the batch file has your number
   if [[ $end == *-*T* ]]; then  # a job without a time limit has no such time
     stop_at=$(($(date +%s --date="$end") - ${seconds:-{{ stop_before }}} - 60))
     if [ "$stop_at" -gt "$(date +%s)" ]; then  # otherwise the job is too short to leave out its last minutes
