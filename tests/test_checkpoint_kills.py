@@ -180,13 +180,13 @@ def test_the_script_is_killed_and_goes_on(tmp_path):
     runs = tmp_path / "runs"
     runs.mkdir()
 
-    def run(nproc, *flags):
-        return script_on_ranks(script, nproc, "--noise=0.3", "--save-every=4", *flags)
+    training = ["--noise=0.3", "--save-every=4"]
+    kept = [*training, "--checkpoint-dir=runs"]
 
-    status, uninterrupted, errors, _ = forked(run(2), alone)
+    status, uninterrupted, errors, _ = forked(script_on_ranks(script, 2, *training), alone)
     assert status == 0, errors
 
-    agent = Forked(run(2, "--checkpoint-dir=runs"), alone)
+    agent = Forked(script_on_ranks(script, 2, *kept), alone)
     while not agent.ended() and not any(path.name >= "step_00000020" for path in finished(runs)):
         time.sleep(0.001)
     os.kill(next(pid for pid in agent.left() if pid != agent.pid), signal.SIGKILL)  # a rank
@@ -194,12 +194,12 @@ def test_the_script_is_killed_and_goes_on(tmp_path):
     assert status == 1 and "SIGKILL" in errors and not left, errors
     newest = latest_good(runs)
     assert "step_00000020" <= newest.name < "step_00000120"
-    status, out, errors, _ = forked(run(2, "--checkpoint-dir=runs"), alone)
+    status, out, errors, _ = forked(script_on_ranks(script, 2, *kept), alone)
     assert status == 0 and f"going on from {newest.name}\n" in out, errors
     assert result(out) == result(uninterrupted)
 
     os.truncate(runs / "step_00000120" / "__0_0.distcp", 100)
-    flags = ["--noise=0.3", "--save-every=4", "--checkpoint-dir=runs", "--shard"]
-    status, out, errors, _ = torchrun(script, 4, alone, *flags)  # real ranks: one of four forked ones hung once
+    # These ranks are real, because one of four forked ones hung here once.
+    status, out, errors, _ = torchrun(script, 4, alone, *kept, "--shard")
     assert status == 0 and "skipped: step_00000120/__0_0.distcp" in out, errors
     assert "going on from step_00000116\n" in out and result(out)["step"] == 120

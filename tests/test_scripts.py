@@ -122,13 +122,14 @@ def on_ranks(nproc, ended):
 
 
 def on_four_ranks(script, environment, *flags):
-    """The result of a script on four ranks: on forked ones or, if these fail, on real ones.
+    """The result of a script on four ranks: on forked ones or, if one of these hung, on real ones.
 
-    A fork hangs if it needs a lock that another thread of its agent held at that moment. This was seen twice, each time
-    with four ranks. Real ranks cannot hang so, but each spends two seconds of a processor on its imports.
+    Twice one of four forked ranks hung, probably in a lock that another thread of its agent held at the fork; in which
+    one was not found. Real ranks cannot hang so, but each spends two seconds of a processor on its imports.
     """
     ended = forked(script_on_ranks(script, 4, *flags), environment)
-    if ended[0] != 0:
+    status, _, errors, _ = ended
+    if status is None or "forcefully exiting via SIGKILL" in errors:  # its agent's signal did not end a rank
         ended = torchrun(script, 4, environment, *flags)
     return on_ranks(4, ended)
 
