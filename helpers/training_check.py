@@ -354,14 +354,14 @@ class Parameter:
 
 @dataclass
 class Forward:
-    """A call of a model while gradients are recorded. ``noise``: the random state with which dropout began."""
+    """A call of a model while gradients are recorded, as in training."""
 
     model: str
     code_line: CodeLine
     inputs: int  # a checksum
     elements: int  # numbers in the inputs
     rows: int = 0  # samples in the inputs, see ``most_rows``
-    noise: int | None = None
+    dropout_state: int | None = None  # a checksum of the random state with which dropout began; None without dropout
 
 
 @dataclass
@@ -407,8 +407,9 @@ class Epoch:
     sampler_epoch: int  # what set_epoch was given last, or -1 for a sampler that has no epoch
     padded_length: int  # samples of all ranks with those that the sampler repeats, or 0 if it repeats none
     indices: list[int] = field(default_factory=list)  # checksums of the indices of its first batches
-    # For each of the first batches a checksum of the random states that loading it changed, or 0 if it changed none:
-    noise: list[int] = field(default_factory=list)
+    # For each of the first batches, a checksum of the random states from which loading it drew numbers, as to augment
+    # its samples; 0 if it drew none. Batches that drew the same numbers have equal checksums.
+    random_draws: list[int] = field(default_factory=list)
     models: list[str] = field(default_factory=list)  # the models that got its batches while gradients were recorded
     steps: int = 0  # steps of an optimizer after a batch of this loader
     evaluated: int = 0  # batches that a model got while no gradients were recorded
@@ -545,18 +546,18 @@ class TrainingCheck:
     waits in a collective, in which a rank that has failed would never arrive.
     """
 
-    number = itertools.count()  # of the checks of this process; all ranks make the same checks, in the same order
+    next_number = itertools.count()  # All ranks make the same checks in the same order, so a check has one number.
 
     def __init__(self, steps: int, patience: float, allow: Iterable[str]) -> None:
-        """Nothing is observed before ``start``. The arguments are those of ``check_training``."""
+        """Make a check that observes nothing before ``start``. The arguments are those of ``check_training``."""
         check_allowed(allow)
+        self.name = f"training_check/{next(self.next_number)}"  # the same on all ranks; begins its keys in the store
         self.patience = patience
         self.allow = set(allow)
         self.observer = TrainingObserver(steps)
-        self.findings: list[Finding] | None = None
+        self.is_published = False  # whether this rank's record is in the store
         self.missing: list[int] = []  # ranks whose records did not come in time
-        self.prefix = f"training_check/{next(self.number)}"  # of the store's keys
-        self.is_published = False
+        self.findings: list[Finding] | None = None
 
     def start(self) -> None:
         """Begin the observation of this rank."""
@@ -574,7 +575,7 @@ class TrainingCheck:
 
     def key(self, rank: int) -> str:
         """Under which key of the store a rank's record is."""
-        return f"{self.prefix}/rank{rank}"
+        return f"{self.name}/rank{rank}"
 
     def present(self) -> list[int]:
         """The ranks whose records are in the store. Asking waits for nobody."""
@@ -611,7 +612,7 @@ class TrainingCheck:
             self.conclude([own_record])
             return
 
-        findings_key = f"{self.prefix}/findings"
+        findings_key = f"{self.name}/findings"
         try:
             self.publish()
             if own_record.rank == 0:
@@ -638,7 +639,7 @@ class TrainingCheck:
         self.missing = [rank for rank in range(self.observer.record.world_size) if rank not in present]
         records = [pickle.loads(store.get(self.key(rank))) for rank in present]
         self.conclude(records)
-        store.set(f"{self.prefix}/findings", pickle.dumps(self.findings))
+        store.set(f"{self.name}/findings", pickle.dumps(self.findings))
 
     def conclude(self, records: Sequence[Record]) -> None:
         """Set ``findings`` to what these records show, but for the kinds to leave out. Rank 0 prints them, too."""
@@ -928,11 +929,12 @@ LARGEST_METRIC = 16
 LARGEST_OBJECT = 4096  # bytes of a pickled Python object that is taken for metrics, and not for a model's state
 # With fewer samples an order, or a number that a script adds up, may be equal to another one by chance:
 FEWEST_SAMPLES = 8
+# Likewise, the first batches of two epochs:
+FEWEST_BATCHES = 2
 # Likewise, how many numbers of a batch may be equal to those of another batch by chance:
 FEWEST_ELEMENTS = 32
 # Notes of the first batches, calls and failures are enough for a comparison, and must not grow with the training:
 MOST_BATCHES = 32  # in each epoch
-NOTE_OF_WORKER = struct.Struct("qQ")  # two integers of 64 bits, see ``tell_noise``
 MOST_DROPOUTS = 64
 MOST_EVALUATIONS = 8  # of each model
 MOST_FAILURES = 20
@@ -1120,46 +1122,202 @@ class Patches:
 # whether the latest batch was trained on.
 
 
+@dataclass
+class RunningEpoch:
+    """What is known of one loop over a loader while it runs."""
+
+    indices: list[int] = field(default_factory=list)  # a checksum of each batch's indices, as in ``record``
+    record: Epoch | None = None  # None until iter(loader) has returned
+    compares_workers: bool = False  # whether the batches that workers yield of a stream are to be compared
+    stream_batches: list[int] = field(default_factory=list)  # their checksums so far
+
+
+class WorkerPipe:
+    """A pipe by which a loader's workers tell the training process which random numbers their batches drew.
+
+    A worker is a fork of the training process, so it has inherited the pipe. It sends one message for each batch: a
+    checksum of the batch's indices, and the batch's ``random_draws`` (see Epoch). Neither end ever waits for the other.
+    """
+
+    MESSAGE = struct.Struct("qQ")  # two integers of 64 bits
+
+    def __init__(self) -> None:
+        """Open the pipe, before any worker is forked."""
+        self.read_end, self.write_end = os.pipe()
+        os.set_blocking(self.read_end, False)
+        os.set_blocking(self.write_end, False)
+        self.messages_sent = 0  # by this process, if it is a worker
+        # {checksum of a batch's indices: its random_draws}. Two loaders may have batches of the same indices, so there
+        # is a list of them.
+        self.received: dict[int, list[int]] = {}
+
+    def send(self, indices_checksum: int, random_draws: int) -> None:
+        """In a worker: send the message of one batch. If the pipe is full, the message is lost."""
+        self.messages_sent += 1
+        try:
+            # A pipe takes so few bytes as a whole or not at all.
+            os.write(self.write_end, self.MESSAGE.pack(indices_checksum, random_draws))
+        except BlockingIOError:  # the pipe is full
+            pass
+
+    def take(self, indices_checksum: int) -> int:
+        """In the training process: the random_draws of a batch with these indices, or 0 if no worker has sent them.
+
+        Each message is taken once.
+        """
+        self.receive()
+        waiting = self.received.get(indices_checksum, [])
+        if not waiting:
+            return 0
+        return waiting.pop(0)
+
+    def receive(self) -> None:
+        """In the training process: read all messages that workers have sent so far."""
+        while True:
+            try:
+                messages = os.read(self.read_end, MOST_BATCHES * self.MESSAGE.size)
+            except BlockingIOError:  # the pipe is empty
+                return
+            for indices_checksum, random_draws in self.MESSAGE.iter_unpack(messages):
+                self.received.setdefault(indices_checksum, []).append(random_draws)
+
+    def close(self) -> None:
+        """Close both ends."""
+        os.close(self.read_end)
+        os.close(self.write_end)
+
+
 class LoaderObserver:
-    """Notes which indices each DataLoader gives out, and whether its batches are trained on or evaluated.
+    """Records which indices each DataLoader gives out, and whether its batches are trained on or evaluated.
 
     An epoch here is one loop over a loader: it begins when ``iter(loader)`` makes an iterator, and ends when this one
     has no batch left. Several may run at once, so what is known of one is kept by its iterator.
     """
 
     def __init__(self, record: Record, patches: Patches) -> None:
-        """Let the methods below be called where torch's loaders work. ``record`` gets what they see, and findings."""
+        """From now on, observe all loaders. ``record`` gets their epochs, and findings."""
         self.record = record
         self.patches = patches
-        self.loaders: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # {loader: its number}
-        self.next_numbers = itertools.count()  # a loader that is gone keeps its number
+        self.worker_pipe = WorkerPipe()
+        # {a loader: its number in the record}. A number is never used again, even if its loader is gone.
+        self.loader_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.next_loader_number = itertools.count()
+        # {the iterator of a loader: the loop that it makes}
+        self.running: weakref.WeakKeyDictionary[Any, RunningEpoch] = weakref.WeakKeyDictionary()
 
-        # What is known of a running epoch, by the iterator of its loader:
-        self.epochs: weakref.WeakKeyDictionary[Any, Epoch] = weakref.WeakKeyDictionary()
-        self.prefetched: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()  # indices, as in Epoch
-        self.streams: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()  # checksums of batches
-        # What workers drew, until the training loop gets the batch: {a checksum of the batch's indices: noise}, where
-        # noise is as in Epoch. Two loaders may have batches of the same indices, so there is a list for each.
-        self.noise_in_workers: dict[int, list[int]] = {}
-        self.told_batches = 0  # in a worker, whose copy of this observer is its own
-        self.notes_of_workers, self.notes_for_training = os.pipe()  # the end to read from, and the end to write to
-        os.set_blocking(self.notes_of_workers, False)
-        os.set_blocking(self.notes_for_training, False)
-
-        # What is known of the latest batch:
-        self.noise = 0  # which random states loading it changed, as in Epoch
-        self.waiting_epoch: Epoch | None = None  # its epoch, until a model is called
-        self.training_epoch: Epoch | None = None  # the epoch of the batch that was trained on last
+        self.random_draws = 0  # of the batch that this process has loaded last, as in Epoch
+        self.waiting_epoch: Epoch | None = None  # the latest batch's, until a model is called with the batch
+        self.training_epoch: Epoch | None = None  # that of the batch that was trained on last
         self.padded_evaluation: Epoch | None = None  # an evaluation with repeated samples that has just ended
 
+        self.replace_methods()
+
+    def replace_methods(self) -> None:
+        """Let the methods below be called where torch's loaders work, and where an evaluation adds up its results."""
         iterator_class = dataloader_module._BaseDataLoaderIter
-        patches.after(DataLoader, "__iter__", self.begin_epoch)
-        patches.before(iterator_class, "_reset", self.forget_epoch)
-        patches.after(iterator_class, "_next_index", self.note_indices)
-        patches.around(iterator_class, "__next__", self.next_batch)
-        patches.around(_MapDatasetFetcher, "fetch", self.fetch, in_worker=self.fetch_in_worker)
-        patches.after(dist, "all_reduce", self.find_padding)
-        patches.after(dist, "reduce", self.find_padding)
+        self.patches.after(DataLoader, "__iter__", self.begin_epoch)
+        self.patches.before(iterator_class, "_reset", self.forget_epoch)
+        self.patches.after(iterator_class, "_next_index", self.record_indices)
+        self.patches.around(iterator_class, "__next__", self.next_batch)
+        self.patches.around(_MapDatasetFetcher, "fetch", self.fetch, in_worker=self.fetch_in_worker)
+        self.patches.after(dist, "all_reduce", self.find_padding)
+        self.patches.after(dist, "reduce", self.find_padding)
+
+    def close(self) -> None:
+        """Close the pipe to the workers, when nothing is observed any more."""
+        self.worker_pipe.close()
+
+    # --- loading a batch
+
+    def fetch(self, original: Callable[..., Any], fetcher: Any, indices: Any) -> Any:
+        """Replaces ``fetcher.fetch(indices)``, which loads the samples of a batch: keep what it draws at random.
+
+        The random states are compared before and after. ``original`` is torch's method.
+        """
+        self.random_draws = 0
+        states_before = self.patches.run(random_states, fetcher.dataset)
+        batch = original(fetcher, indices)
+        if states_before is not None:  # None if random_states has failed
+            self.patches.run(self.keep_random_draws, states_before, fetcher.dataset)
+        return batch
+
+    def keep_random_draws(self, states_before: dict[str, int], dataset: Any) -> None:
+        """After a batch was loaded: keep from which random states it drew, which are those that have changed.
+
+        ``states_before`` are the ``random_states`` before the batch was loaded.
+        """
+        states_after = random_states(dataset)
+        changed_states = [state for name, state in states_before.items() if states_after.get(name) != state]
+        self.random_draws = combined(changed_states)
+
+    def fetch_in_worker(self, original: Callable[..., Any], fetcher: Any, indices: Any) -> Any:
+        """In a worker, replaces ``fetcher.fetch(indices)``: send what it draws to the process that trains.
+
+        A worker has a copy of this observer, made when it was forked.
+        """
+        if self.worker_pipe.messages_sent >= MOST_BATCHES:
+            return original(fetcher, indices)
+        batch = self.fetch(original, fetcher, indices)
+        self.patches.run(self.send_random_draws, indices)
+        return batch
+
+    def send_random_draws(self, indices: Any) -> None:
+        """In a worker that has loaded a batch of these indices: send what the batch has drawn at random."""
+        self.worker_pipe.send(crc(indices), self.random_draws)
+
+    # --- an epoch, from beginning to end
+
+    def begin_epoch(self, iterator: Any, loader: Any) -> None:
+        """After ``iter(loader)`` has made an iterator: begin the record of an epoch.
+
+        It says what the loader and its sampler are like. By that the rules judge whether the ranks should get different
+        samples, and whether the next epoch should have another order.
+        """
+        if loader not in self.loader_numbers:
+            self.loader_numbers[loader] = next(self.next_loader_number)
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        number_of_samples = 0
+        if not is_stream and hasattr(loader.dataset, "__len__"):
+            number_of_samples = len(loader.dataset)
+        sampler = sampler_of(loader)
+        # A loader with workers asks for the first indices before iter(loader) returns, and so before this method runs.
+        running = self.running.setdefault(iterator, RunningEpoch())
+        running.record = Epoch(
+            loader=self.loader_numbers[loader],
+            code_line=user_code_line(),
+            dataset=dataset_checksum(loader.dataset),
+            samples=number_of_samples,
+            sampler=type(sampler).__name__,
+            divided=isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1,
+            shuffled=bool(getattr(sampler, "shuffle", False)),
+            sampler_epoch=getattr(sampler, "epoch", -1),
+            padded_length=padded_length(sampler, number_of_samples),
+            indices=running.indices,
+        )
+        self.record.epochs.append(running.record)
+        running.compares_workers = is_stream and loader.num_workers > 1
+
+    def forget_epoch(self, iterator: Any, *args: Any, **kwargs: Any) -> None:
+        """Before an iterator begins anew, as with persistent workers: its next batches are those of another epoch."""
+        self.running.pop(iterator, None)
+
+    def epoch_of(self, iterator: Any) -> Epoch | None:
+        """The record of the loop that an iterator makes, or None if the loop began before the observation."""
+        running = self.running.get(iterator)
+        if running is None:
+            return None
+        return running.record
+
+    def record_indices(self, indices: Any, iterator: Any) -> None:
+        """Record a checksum of one batch's indices, which the sampler has just given to the iterator of a loader.
+
+        By these checksums the rules see whether two ranks, or two epochs, got the same samples in the same order.
+        """
+        if indices is None:  # a stream has no indices
+            return
+        running = self.running.setdefault(iterator, RunningEpoch())
+        if len(running.indices) < MOST_BATCHES:
+            running.indices.append(crc(indices))
 
     def next_batch(self, original: Callable[..., Any], iterator: Any) -> Any:
         """Replaces ``next(iterator)``: record the batch that the training loop gets, or the end of the epoch.
@@ -1171,141 +1329,33 @@ class LoaderObserver:
         except StopIteration:
             self.patches.run(self.end_epoch, iterator)
             raise
-        self.patches.run(self.note_batch, iterator, batch)
+        self.patches.run(self.record_batch, iterator, batch)
         return batch
 
-    def fetch(self, original: Callable[..., Any], fetcher: Any, indices: Any) -> Any:
-        """Replaces ``fetcher.fetch(indices)``, which loads the samples of a batch: record what it draws at random.
-
-        The random states are compared before and after. ``original`` is torch's method.
-        """
-        states_before = self.patches.run(random_states, fetcher.dataset) or {}  # None if it failed
-        batch = original(fetcher, indices)
-        self.patches.run(self.note_noise, states_before, fetcher.dataset)
-        return batch
-
-    def fetch_in_worker(self, original: Callable[..., Any], fetcher: Any, indices: Any) -> Any:
-        """In the place of ``fetcher.fetch(indices)`` in a worker: tell the process that trains what it draws."""
-        if self.told_batches == MOST_BATCHES:
-            return original(fetcher, indices)
-        batch = self.fetch(original, fetcher, indices)
-        self.patches.run(self.tell_noise, indices)
-        self.told_batches += 1
-        return batch
-
-    def tell_noise(self, indices: Any) -> None:
-        """In a worker, before it sends a batch: write through the pipe from which random states the batch drew.
-
-        A note is a checksum of the batch's indices and ``noise``, 16 bytes, which are written as a whole or not at
-        all. Nothing waits if the pipe is full, because nobody has to read it: the note is then lost.
-        """
-        try:
-            os.write(self.notes_for_training, NOTE_OF_WORKER.pack(crc(indices), self.noise))
-        except BlockingIOError:
-            pass
-
-    def read_notes_of_workers(self) -> None:
-        """In the process that trains: take the notes that ``tell_noise`` has written in workers so far."""
-        while True:
-            try:
-                notes = os.read(self.notes_of_workers, MOST_BATCHES * NOTE_OF_WORKER.size)
-            except BlockingIOError:  # there are no more
-                return
-            for indices, noise in NOTE_OF_WORKER.iter_unpack(notes):
-                self.noise_in_workers.setdefault(indices, []).append(noise)
-
-    def noise_of_worker(self, epoch: Epoch) -> int:
-        """What the worker that loaded the epoch's latest batch has told of it; 0 if it has told nothing."""
-        self.read_notes_of_workers()
-        batch = len(epoch.noise)
-        if batch >= len(epoch.indices):
-            return 0
-        told = self.noise_in_workers.get(epoch.indices[batch], [])
-        if not told:
-            return 0
-        return told.pop(0)
-
-    def close(self) -> None:
-        """Close the pipe, when nothing is observed any more."""
-        os.close(self.notes_of_workers)
-        os.close(self.notes_for_training)
-
-    def begin_epoch(self, iterator: Any, loader: Any) -> None:
-        """After ``iter(loader)`` has made an iterator: begin the record of an epoch.
-
-        It says what the loader and its sampler are like. By that the rules judge whether the ranks should get different
-        samples, and whether the next epoch should have another order.
-        """
-        if loader not in self.loaders:
-            self.loaders[loader] = next(self.next_numbers)
-        is_stream = isinstance(loader.dataset, IterableDataset)
-        number_of_samples = 0
-        if not is_stream and hasattr(loader.dataset, "__len__"):
-            number_of_samples = len(loader.dataset)
-        sampler = sampler_of(loader)
-        # A loader with workers asks for the first indices before iter(loader) returns, and so before this method runs.
-        first_indices = self.prefetched.pop(iterator, [])
-        epoch = Epoch(
-            loader=self.loaders[loader],
-            code_line=user_code_line(),
-            dataset=dataset_checksum(loader.dataset),
-            samples=number_of_samples,
-            sampler=type(sampler).__name__,
-            divided=isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1,
-            shuffled=bool(getattr(sampler, "shuffle", False)),
-            sampler_epoch=getattr(sampler, "epoch", -1),
-            padded_length=padded_length(sampler, number_of_samples),
-            indices=first_indices,
-        )
-        self.epochs[iterator] = epoch
-        self.record.epochs.append(epoch)
-        if is_stream and loader.num_workers > 1:
-            self.streams[iterator] = []
-
-    def forget_epoch(self, iterator: Any, *args: Any, **kwargs: Any) -> None:
-        """Before an iterator begins anew, as with persistent workers: its next batches are those of another epoch."""
-        self.epochs.pop(iterator, None)
-
-    def note_indices(self, indices: Any, iterator: Any) -> None:
-        """Record a checksum of one batch's indices, which the sampler has just given to the iterator of a loader.
-
-        By these checksums the rules see whether two ranks, or two epochs, got the same samples in the same order.
-        """
-        if indices is None:  # a stream has no indices
-            return
-        epoch = self.epochs.get(iterator)
-        if epoch is None:  # ``begin_epoch`` comes later, and takes what is collected here
-            checksums_so_far = self.prefetched.setdefault(iterator, [])
-        else:
-            checksums_so_far = epoch.indices
-        if len(checksums_so_far) < MOST_BATCHES:
-            checksums_so_far.append(crc(indices))
-
-    def note_noise(self, states_before: dict[str, int], dataset: Any) -> None:
-        """After a batch was loaded: record from which random states it drew, which are those that have changed.
-
-        ``states_before`` are the ``random_states`` before the batch was loaded.
-        """
-        states_after = random_states(dataset)
-        changed = [name for name in states_before if states_after.get(name) != states_before[name]]
-        self.noise = combined(states_before[name] for name in changed)
-
-    def note_batch(self, iterator: Any, batch: Any) -> None:
-        """After the training loop got a batch: record which random states loading it has changed.
+    def record_batch(self, iterator: Any, batch: Any) -> None:
+        """After the training loop got a batch: record its size, and from which random states loading it drew.
 
         Whether the batch is trained on or evaluated shows only when a model is called, so its epoch waits for that.
         """
-        epoch = self.epochs.get(iterator)
+        epoch = self.epoch_of(iterator)
         self.waiting_epoch = epoch
-        if epoch is not None:
-            if len(epoch.noise) < MOST_BATCHES:
-                if iterator._num_workers > 0:
-                    self.noise = self.noise_of_worker(epoch)
-                epoch.noise.append(self.noise)
-                epoch.rows = max(epoch.rows, most_rows(list(tensors_in(batch))))
-            if iterator in self.streams:
-                self.check_stream(iterator, batch, epoch)
-        self.noise = 0
+        if epoch is None:
+            return
+        if len(epoch.random_draws) < MOST_BATCHES:
+            if iterator._num_workers > 0:
+                epoch.random_draws.append(self.draws_in_worker(epoch))
+            else:
+                epoch.random_draws.append(self.random_draws)
+            epoch.rows = max(epoch.rows, most_rows(list(tensors_in(batch))))
+        if self.running[iterator].compares_workers:
+            self.check_stream(iterator, batch, epoch)
+
+    def draws_in_worker(self, epoch: Epoch) -> int:
+        """The random_draws of the batch that an epoch has just got from a worker, or 0 if they are not known."""
+        batch_number = len(epoch.random_draws)  # from 0: the batches before it have theirs already
+        if batch_number >= len(epoch.indices):  # the batch has no indices, because it is a stream's
+            return 0
+        return self.worker_pipe.take(epoch.indices[batch_number])
 
     def check_stream(self, iterator: Any, batch: Any, epoch: Epoch) -> None:
         """After a batch of a stream: find workers of which each yields the whole stream, and not a part of its own.
@@ -1316,11 +1366,12 @@ class LoaderObserver:
         """
         rounds_to_compare = 3
         number_of_workers = iterator._num_workers
-        batches = self.streams[iterator]  # a checksum of each batch so far
+        running = self.running[iterator]
+        batches = running.stream_batches
         batches.append(combined(checksums(list(tensors_in(batch)))))
         if len(batches) < rounds_to_compare * number_of_workers:
             return
-        del self.streams[iterator]  # later batches of this epoch are not looked at
+        running.compares_workers = False  # later batches of this epoch are not looked at
 
         rounds = [batches[first : first + number_of_workers] for first in range(0, len(batches), number_of_workers)]
         each_round_is_equal = all(equal(batches_of_round) for batches_of_round in rounds)
@@ -1334,12 +1385,14 @@ class LoaderObserver:
 
         ``find_padding`` then sees whether its results are added up with the repeated samples.
         """
-        epoch = self.epochs.get(iterator)
+        epoch = self.epoch_of(iterator)
         if epoch is None:
             return
         is_evaluation = epoch.evaluated > 0 and epoch.steps == 0
         if is_evaluation and epoch.padded_length >= FEWEST_SAMPLES:
             self.padded_evaluation = epoch
+
+    # --- what is done with the batches
 
     def model_called(self, model: str, with_gradients: bool) -> None:
         """At a model's first call after a batch: record whether the batch is trained on or evaluated.
@@ -1368,8 +1421,8 @@ class LoaderObserver:
         """After ``all_reduce(tensor)`` or ``reduce``: find an evaluation that counts repeated samples.
 
         A DistributedSampler repeats some samples, so that all ranks get equally many. It is certain that an evaluation
-        counts them if it adds up a number that is that of all samples with the repeated ones. ``result`` is what the
-        collective has returned.
+        counts them if it adds up a number that is that of all samples with the repeated ones. For example 64, if 2
+        ranks evaluate 63 samples. ``result`` is what the collective has returned.
         """
         epoch = self.padded_evaluation
         if epoch is None:  # no such evaluation has just ended
@@ -1405,9 +1458,12 @@ def padded_length(sampler: Any, samples: int) -> int:
     """How many samples all ranks get with those that the sampler repeats, or 0 if it repeats none.
 
     A DistributedSampler repeats some of the dataset's ``samples`` if they cannot be divided evenly among the ranks,
-    unless it was told to drop the rest.
+    unless it was told to drop the rest. For example, 2 ranks get 64 of 63 samples, 32 each.
     """
-    if not isinstance(sampler, DistributedSampler) or sampler.drop_last or sampler.total_size == samples:
+    if not isinstance(sampler, DistributedSampler):
+        return 0
+    repeats_samples = not sampler.drop_last and sampler.total_size != samples
+    if not repeats_samples:
         return 0
     return sampler.total_size
 
@@ -1424,6 +1480,32 @@ class Clip:
     code_line: CodeLine
 
 
+@dataclass
+class ObservedScaler:
+    """A GradScaler, and what the script was seen to do with it."""
+
+    scaler: Any
+    has_scaled_loss: bool = False
+    has_stepped: bool = False  # whether scaler.step(optimizer) was called
+    scale_was_read: bool = False  # by scaler.get_scale(), after which the script may divide the gradients itself
+    step_with_scaled_gradients: CodeLine | None = None  # the last optimizer.step() outside scaler.step(optimizer)
+
+    def is_scaling(self) -> bool:
+        """Whether it certainly has multiplied the gradients, and nobody but its ``unscale_`` divides them again."""
+        if not self.has_scaled_loss or self.scale_was_read:
+            return False
+        scale = self.scaler._scale  # a tensor, or None before it is needed
+        return scale is not None and value_of(scale) != 1.0
+
+    def has_unscaled(self, optimizer: Any) -> bool:
+        """Whether ``scaler.unscale_(optimizer)`` was called since the last step.
+
+        A scaler keeps a stage for each optimizer: READY, until the optimizer's gradients are divided by the scale.
+        """
+        state = self.scaler._per_optimizer_states.get(id(optimizer))
+        return state is not None and state["stage"].name != "READY"
+
+
 @dataclass(frozen=True)
 class ObservedScheduler:
     """A learning-rate scheduler, and in which order it and its optimizer step.
@@ -1433,69 +1515,56 @@ class ObservedScheduler:
 
     scheduler: Any
     first_step: CodeLine
-    order: list[str]  # "scheduler" and "optimizer"; begins with "later" if what came before is not known
+    # Who stepped, in order: "optimizer" or "scheduler". It begins with "unknown" if earlier steps were not observed.
+    order: list[str]
 
 
 class ScalerObserver:
-    """Notes in which order a GradScaler, clipping, optimizers and schedulers are called.
+    """Records in which order a GradScaler, clipping, optimizers and schedulers are called.
 
     A GradScaler multiplies the loss, and with it the gradients, by a scale, and divides them by it before the step.
     Gradients that are clipped, or applied, before they are divided are many times too large.
     """
 
     def __init__(self, record: Record, patches: Patches) -> None:
-        """Let the methods below be called where scalers, clipping and schedulers are used. ``record`` gets findings."""
+        """From now on, observe all scalers, clipping and schedulers. ``record`` gets the findings."""
         self.record = record
         self.patches = patches
-
-        # Scalers, by their ids:
-        self.scalers: dict[int, Any] = {}  # those that scaled a loss
-        self.stepped_scalers: set[int] = set()
-        self.unscaled_by_hand: set[int] = set()  # those whose scale the script reads
-        self.direct_steps: dict[int, CodeLine] = {}  # where an optimizer steps by itself with gradients of this scale
-        self.is_in_scaler_step = False  # a scaler's step calls the optimizer's
-
-        self.clips: list[Clip] = []  # since the last step
+        self.scalers: dict[int, ObservedScaler] = {}  # {id of a GradScaler: what is known of it}
+        self.schedulers: dict[int, ObservedScheduler] = {}  # {id of a scheduler: what is known of it}
         self.stepped_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.schedulers: dict[int, ObservedScheduler] = {}  # by the scheduler's id
-        self.scheduler_depth = 0  # a SequentialLR calls the step of other schedulers within its own
+        self.clips: list[Clip] = []  # since the last step of an optimizer
+        self.is_in_scaler_step = False  # whether scaler.step(optimizer) runs, which calls optimizer.step()
+        self.scheduler_depth = 0  # how many scheduler.step() run: a SequentialLR calls those of others in its own
+        self.replace_methods()
 
-        patches.before(GradScaler, "scale", self.scale)
-        patches.before(GradScaler, "get_scale", self.read_scale)
-        patches.around(GradScaler, "step", self.step_scaler)
-        patches.around(nn.utils, "clip_grad_norm_", self.clip)
-        patches.around(nn.utils, "clip_grad_value_", self.clip)
+    def replace_methods(self) -> None:
+        """Let the methods below be called where a script uses scalers, clipping and schedulers."""
+        self.patches.before(GradScaler, "scale", self.scale)
+        self.patches.before(GradScaler, "get_scale", self.read_scale)
+        self.patches.around(GradScaler, "step", self.step_scaler)
+        self.patches.around(nn.utils, "clip_grad_norm_", self.clip)
+        self.patches.around(nn.utils, "clip_grad_value_", self.clip)
         for scheduler_class in vars(lr_scheduler).values():
             if isinstance(scheduler_class, type) and "step" in vars(scheduler_class):
-                patches.around(scheduler_class, "step", self.step_scheduler)
+                self.patches.around(scheduler_class, "step", self.step_scheduler)
+
+    def observed(self, scaler: Any) -> ObservedScaler:
+        """What is known of a GradScaler."""
+        if id(scaler) not in self.scalers:
+            self.scalers[id(scaler)] = ObservedScaler(scaler)
+        return self.scalers[id(scaler)]
 
     def scale(self, scaler: Any, outputs: Any) -> None:
-        """Before ``scaler.scale(loss)``: note a scaler that is in use."""
+        """Before ``scaler.scale(loss)``: record that the scaler is in use."""
         if scaler.is_enabled():
-            self.scalers[id(scaler)] = scaler
+            self.observed(scaler).has_scaled_loss = True
 
     def read_scale(self, scaler: Any) -> None:
-        """Before ``scaler.get_scale()``: if the script's own code asks for the scale, it may divide gradients by it."""
+        """Before ``scaler.get_scale()``: record it if the script's own code asks, and not the scaler itself."""
         is_called_by_script = caller_in_torch() == ""
         if is_called_by_script:
-            self.unscaled_by_hand.add(id(scaler))
-
-    def is_scaling(self, scaler: Any) -> bool:
-        """Whether a scaler certainly multiplied the gradients, and nobody but its ``unscale_`` divides them again."""
-        has_scaled_a_loss = id(scaler) in self.scalers
-        if not has_scaled_a_loss or scaler._scale is None:
-            return False
-        if id(scaler) in self.unscaled_by_hand:
-            return False
-        return value_of(scaler._scale) != 1.0
-
-    def is_unscaled(self, scaler: Any, optimizer: Any) -> bool:
-        """Whether ``scaler.unscale_(optimizer)`` was called since the last step.
-
-        A scaler keeps a stage for each optimizer: READY, until the optimizer's gradients are divided by the scale.
-        """
-        state = scaler._per_optimizer_states.get(id(optimizer))
-        return state is not None and state["stage"].name != "READY"
+            self.observed(scaler).scale_was_read = True
 
     def clip(self, original: Callable[..., Any], parameters: Any, limit: Any, *args: Any, **kwargs: Any) -> Any:
         """Replaces ``clip_grad_norm_(parameters, limit)`` and ``clip_grad_value_``: record what is clipped.
@@ -1505,54 +1574,55 @@ class ScalerObserver:
         if not isinstance(parameters, torch.Tensor):
             parameters = list(parameters)  # a generator yields them once, and they are needed twice
         norm = original(parameters, limit, *args, **kwargs)
-        self.patches.run(self.note_clip, parameters, limit, norm)
+        self.patches.run(self.record_clip, parameters, limit, norm)
         return norm
 
-    def note_clip(self, parameters: Any, limit: Any, norm: Any) -> None:
+    def record_clip(self, parameters: Any, limit: Any, norm: Any) -> None:
         """Record which gradients were clipped, unless their norm was only measured, or was below the limit.
 
         ``norm`` is what torch's function returned: the norm for clip_grad_norm_, None for clip_grad_value_.
         """
-        if float(limit) == float("inf"):  # a usual way to get the norm without a change
+        limit = float(limit)
+        only_measures = limit == float("inf")  # a usual way to get the norm without a change
+        if only_measures:
             return
         # A DTensor's norm is not looked at, because its value would take a collective.
-        if isinstance(norm, torch.Tensor) and not isinstance(norm, DTensor):
-            if value_of(norm) <= float(limit):
-                return
+        norm_is_known = isinstance(norm, torch.Tensor) and not isinstance(norm, DTensor)
+        if norm_is_known and value_of(norm) <= limit:
+            return
         clipped = {id(parameter) for parameter in tensors_in(parameters)}
         self.clips.append(Clip(clipped, user_code_line()))
 
     def step_scaler(self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Replaces ``scaler.step(optimizer)``: look at what was clipped, and mark the optimizer's step as the scaler's.
+        """Replaces ``scaler.step(optimizer)``: check the clipping before it, and mark that the scaler's step runs.
 
         ``original`` is torch's method, which calls ``optimizer.step()``. By the mark ``optimizer_steps`` below knows
-        that the script does not make this step past its scaler.
+        that it is the scaler that calls, and not the script itself.
         """
-        self.patches.run(self.note_scaler_step, scaler, optimizer)
+        self.patches.run(self.before_scaler_step, scaler, optimizer)
         self.is_in_scaler_step = True
         try:
             return original(scaler, optimizer, *args, **kwargs)
         finally:
             self.is_in_scaler_step = False
 
-    def note_scaler_step(self, scaler: Any, optimizer: Any) -> None:
+    def before_scaler_step(self, scaler: Any, optimizer: Any) -> None:
         """Before ``scaler.step(optimizer)``: record the step, and check the clipping since the last step."""
-        self.stepped_scalers.add(id(scaler))
-        self.note_order(optimizer)
-        clips = self.clips
+        self.record_order(optimizer)
+        observed = self.observed(scaler)
+        observed.has_stepped = True
+        if observed.is_scaling() and not observed.has_unscaled(optimizer):
+            self.find_scaled_clips(scaler, optimizer)
         self.clips = []
-        gradients_are_scaled = self.is_scaling(scaler) and not self.is_unscaled(scaler, optimizer)
-        if gradients_are_scaled:
-            self.find_scaled_clips(scaler, optimizer, clips)
 
-    def find_scaled_clips(self, scaler: Any, optimizer: Any, clips: list[Clip]) -> None:
+    def find_scaled_clips(self, scaler: Any, optimizer: Any) -> None:
         """Find gradients of this optimizer that were clipped while they were multiplied by the scaler's scale.
 
         The limit of the clipping is meant for the gradients themselves, and the scaled ones are thousands of times as
-        large. ``clips`` are the calls of clip_grad_norm_ and clip_grad_value_ since the last step.
+        large.
         """
         parameters = {id(parameter) for parameter in parameters_of(optimizer)}
-        for clip in clips:
+        for clip in self.clips:
             clips_this_optimizer = not clip.parameters.isdisjoint(parameters)
             if clips_this_optimizer:
                 scale = value_of(scaler._scale)
@@ -1560,17 +1630,17 @@ class ScalerObserver:
                 self.record.add_finding("clipped_while_scaled", clip.code_line, sentence)
 
     def optimizer_steps(self, optimizer: Any) -> None:
-        """Before an optimizer's step: if the script calls it past its scaler, record whether the gradients are scaled.
+        """Before ``optimizer.step()``: record the line if the script calls it itself, with gradients that are scaled.
 
         It becomes a finding only in ``close``, because the script may yet show that it divides the gradients itself.
         """
         if self.is_in_scaler_step:
             return
         self.clips = []
-        self.note_order(optimizer)
-        for scaler in self.scalers.values():
-            if self.is_scaling(scaler) and not self.is_unscaled(scaler, optimizer):
-                self.direct_steps[id(scaler)] = user_code_line()
+        self.record_order(optimizer)
+        for observed in self.scalers.values():
+            if observed.is_scaling() and not observed.has_unscaled(optimizer):
+                observed.step_with_scaled_gradients = user_code_line()
 
     def step_scheduler(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         """Replaces ``scheduler.step()``: record the script's own calls.
@@ -1588,9 +1658,9 @@ class ScalerObserver:
             self.scheduler_depth -= 1
 
     def scheduler_steps(self, scheduler: Any) -> None:
-        """Before ``scheduler.step()``: record the step, in the order in which the scheduler and its optimizer step.
+        """Before ``scheduler.step()``: add the step to the order in which the scheduler and its optimizer step.
 
-        Only an order that begins with the training's very first step shows a mistake. Any other begins with "later".
+        Only an order that begins with the training's very first step shows a mistake. Any other begins with "unknown".
         """
         steps_made = getattr(scheduler, "_step_count", 0)
         is_being_built = steps_made == 0  # or it is of a class that counts no steps
@@ -1603,14 +1673,16 @@ class ScalerObserver:
         # This is the first step that is observed. torch has counted one already, made by the scheduler's constructor.
         is_first_after_building = steps_made == 1 and scheduler.last_epoch == 0
         optimizer = scheduler.optimizer
+        # torch sets _opt_called in the first step of an optimizer that has a scheduler.
         optimizer_has_stepped = optimizer in self.stepped_optimizers or getattr(optimizer, "_opt_called", False)
-        order = ["later"]
         if is_first_after_building and not optimizer_has_stepped:
             order = ["scheduler"]
+        else:
+            order = ["unknown"]
         self.schedulers[id(scheduler)] = ObservedScheduler(scheduler, user_code_line(), order)
 
-    def note_order(self, optimizer: Any) -> None:
-        """Before an optimizer's step: note it for each scheduler that changes its learning rates."""
+    def record_order(self, optimizer: Any) -> None:
+        """Before an optimizer's step: add it to the order of each scheduler that changes its learning rates."""
         self.stepped_optimizers.add(optimizer)
         for observed in self.schedulers.values():
             if observed.scheduler.optimizer is optimizer:
@@ -1618,18 +1690,20 @@ class ScalerObserver:
 
     def close(self) -> None:
         """At the end of the observation: add the findings that were not certain before."""
-        self.find_steps_past_scalers()
+        self.find_steps_with_scaled_gradients()
         self.find_schedulers_before_optimizers()
 
-    def find_steps_past_scalers(self) -> None:
-        """Find steps of an optimizer with gradients that are still scaled, because the script does not use the scaler.
+    def find_steps_with_scaled_gradients(self) -> None:
+        """Find scripts that scale the loss, but call ``optimizer.step()`` and not ``scaler.step(optimizer)``.
 
         It is certain if the scaler never makes a step, and the script never asks for the scale to divide by it.
         """
-        for scaler_id, code_line in self.direct_steps.items():
-            if scaler_id not in self.stepped_scalers and scaler_id not in self.unscaled_by_hand:
-                sentence = "optimizer.step() applies gradients that are still multiplied by the loss scale."
-                self.record.add_finding("wrong_order", code_line, sentence)
+        for observed in self.scalers.values():
+            code_line = observed.step_with_scaled_gradients
+            if code_line is None or observed.has_stepped or observed.scale_was_read:
+                continue
+            sentence = "optimizer.step() applies gradients that are still multiplied by the loss scale."
+            self.record.add_finding("wrong_order", code_line, sentence)
 
     def find_schedulers_before_optimizers(self) -> None:
         """Find schedulers that step before their optimizer, and do so three times from the first step on."""
@@ -1661,41 +1735,46 @@ class Attribute:
 
 @dataclass(frozen=True)
 class Load:
-    """A call of ``load_state_dict(strict=False)``."""
+    """A call of ``load_state_dict(state, strict=False)``."""
 
-    has_match: bool  # whether the module has any of the keys that it was given
+    has_match: bool  # whether the module has any of the keys that ``state`` has
     code_line: CodeLine
-    example: str  # names a key that the module has, and one that it was given
+    example: str  # such as "it has weight, and was given module.weight"
 
 
 class StateObserver:
-    """Notes loads that fill nothing, ties between weights that break, and files that ranks write.
+    """Records loads that fill nothing, ties between weights that break, and files that ranks write.
 
     Weights are tied if several attributes of modules hold one parameter. A tie is the list of these attributes; it is
     kept when the attributes get other parameters, because they should again be one.
     """
 
     def __init__(self, record: Record, patches: Patches, steps_made: Callable[[], int]) -> None:
-        """Let the methods below be called where a script registers, loads and saves state.
+        """From now on, observe what a script registers as parameters, loads and saves.
 
-        ``record`` gets what they see, and findings. ``steps_made()`` is how many optimizer steps this rank has made.
+        ``record`` gets the saves, and findings. ``steps_made()`` is how many optimizer steps this rank has made.
         """
         self.record = record
         self.steps_made = steps_made
-        # By the parameter's id, because torch.utils.swap_tensors refuses a parameter that has a weak reference.
+        # {id of a parameter: the attributes that hold it}. The parameter itself, or a weak reference to it, cannot be
+        # the key, because torch.utils.swap_tensors refuses a parameter that has a weak reference.
         self.attributes: dict[int, list[Attribute]] = {}
         self.ties: list[list[Attribute]] = []
-        self.is_loading = False  # whether a load_state_dict runs
-        self.loads: dict[int, list[Load]] = {}  # by a checksum of the keys that were given
+        # {checksum of the keys of a state dictionary: the loads that were given these keys}
+        self.loads: dict[int, list[Load]] = {}
+        self.is_loading = False  # whether a load_state_dict runs, which may register parameters
+        self.replace_methods(patches)
 
+    def replace_methods(self, patches: Patches) -> None:
+        """Let the methods below be called where a script registers parameters, loads and saves."""
         patches.before(nn.Module, "register_parameter", self.register)
         patches.before(nn.Module, "load_state_dict", self.load)
         patches.after(nn.Module, "load_state_dict", self.loaded)
         patches.after(dcp, "load", self.load_distributed)
         patches.before(torch, "save", self.save)
 
-    def note_existing(self, modules: Iterable[nn.Module]) -> None:
-        """Note the parameters of modules that were built before the observation began."""
+    def register_existing(self, modules: Iterable[nn.Module]) -> None:
+        """Register the parameters of modules that were built before the observation began."""
         for module in modules:
             for name, parameter in module._parameters.items():
                 self.register(module, name, parameter)
@@ -1713,7 +1792,8 @@ class StateObserver:
         attributes = self.attributes.get(id(parameter), [])
         is_known_parameter = any(attribute.parameter() is parameter for attribute in attributes)
         if not is_known_parameter:
-            attributes = []  # they held an earlier parameter with this id, which is gone
+            # There are none yet, or they held an earlier parameter that had the same id, and is gone.
+            attributes = []
         attributes.append(Attribute(owner=weakref.ref(module), name=name))
         self.attributes[id(parameter)] = attributes
         if len(attributes) == 2:  # with three it is in ``ties`` already
@@ -1722,24 +1802,23 @@ class StateObserver:
     def forget_ties_of(self, module: nn.Module, name: str) -> None:
         """Take the attribute ``module.name`` out of the ties that it is in."""
         for tie in self.ties:
-            others = []
-            for attribute in tie:
+            for attribute in list(tie):  # a copy, because the loop changes the tie
                 is_this_one = attribute.owner() is module and attribute.name == name
-                if not is_this_one:
-                    others.append(attribute)
-            tie[:] = others  # in place, because ``attributes`` has the same list
+                if is_this_one:
+                    tie.remove(attribute)
 
     def load(self, module: nn.Module, state: Any, strict: bool = True, *args: Any, **kwargs: Any) -> None:
-        """Before ``module.load_state_dict(state)``: with strict=False, record whether the module has any of the keys.
+        """Before ``module.load_state_dict(state)``: with strict=False, record whether the module has any of its keys.
 
-        If none is, it is not a finding yet, because a script may try one ``state`` on several modules in turn: see
-        ``close``.
+        A module that has none is not a finding yet, because a script may try one ``state`` on several modules in turn:
+        see ``close``.
         """
         self.is_loading = True
         if strict:  # then torch itself raises an error
             return
-        # Not the keys of state_dict(), whose hooks may communicate.
-        own_keys = {name for name, _ in itertools.chain(module.named_parameters(), module.named_buffers())}
+        # module.state_dict() is not called for its keys, because its hooks may communicate.
+        own_keys = {name for name, _ in module.named_parameters()}
+        own_keys |= {name for name, _ in module.named_buffers()}
         if not own_keys or not state:
             return
         given_keys = sorted(state)
@@ -1751,7 +1830,7 @@ class StateObserver:
         self.loads.setdefault(crc(given_keys), []).append(load)
 
     def loaded(self, result: Any, *args: Any, **kwargs: Any) -> None:
-        """After ``load_state_dict``: what registers a parameter from now on is the script again."""
+        """After ``load_state_dict``: from now on it is again the script that registers parameters."""
         self.is_loading = False
 
     def load_distributed(self, result: Any, state: Any, *args: Any, **kwargs: Any) -> None:
@@ -1793,15 +1872,17 @@ class StateObserver:
         A part that was not asked for at all, such as "optimizer", is never named.
         """
         asked_parts = {key.partition(".")[0] for key in asked}
-        left = [key for key in saved_tensors - asked if key.partition(".")[0] in asked_parts]
-        if asked & saved_tensors and left:
-            sentence = f"The checkpoint also holds {min(left)}, which was not asked for, so it was not loaded."
-            if len(left) > 1:
-                sentence = (
-                    f"The checkpoint also holds {len(left)} tensors that were not asked for, such as {min(left)}."
-                )
-            mistake = make_finding("nothing_restored", user_code_line(), (), sentence)
-            self.record.findings.append(replace(mistake, is_note=True))
+        left_out = [key for key in saved_tensors - asked if key.partition(".")[0] in asked_parts]
+        something_was_loaded = not asked.isdisjoint(saved_tensors)
+        if not left_out or not something_was_loaded:
+            return
+        example = min(left_out)
+        if len(left_out) == 1:
+            sentence = f"The checkpoint also holds {example}, which was not asked for, so it was not loaded."
+        else:
+            sentence = f"The checkpoint also holds {len(left_out)} tensors that were not asked for, such as {example}."
+        mistake = make_finding("nothing_restored", user_code_line(), (), sentence)
+        self.record.findings.append(replace(mistake, is_note=True))
 
     def find_empty_optimizers(self, state: dict[str, Any], saved_keys: set[str]) -> None:
         """Find an optimizer's state dictionary without moments, into which a checkpoint with moments was loaded.
@@ -1823,7 +1904,7 @@ class StateObserver:
                 self.record.add_finding("nothing_restored", user_code_line(), sentence)
 
     def save(self, value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
-        """Before ``torch.save(value, file)``: note the first time that a path is written to.
+        """Before ``torch.save(value, file)``: record the first time that a path is written to.
 
         The rules then see whether several ranks write one file, and whether it is rank 0 that saves the model.
         """
@@ -1842,9 +1923,8 @@ class StateObserver:
         """
         path_of_module = {module: path for path, module in model.named_modules()}  # the model's own path is ""
         for tie in self.ties:
-            names: dict[
-                nn.Parameter, str
-            ] = {}  # {each parameter that the tie has now: the first attribute that holds it}
+            # {each parameter that the tie has now: the first attribute that holds it}
+            names: dict[nn.Parameter, str] = {}
             for attribute in tie:
                 module = attribute.owner()
                 parameter = attribute.parameter()
@@ -1863,18 +1943,23 @@ class StateObserver:
         A script may try one on several modules in turn, so it is a mistake only if none of them had any of its keys.
         """
         for loads in self.loads.values():
-            if not any(load.has_match for load in loads):
+            some_module_matched = any(load.has_match for load in loads)
+            if not some_module_matched:
                 sentence = f"load_state_dict(strict=False) matched no key of the module: {loads[0].example}."
                 self.record.add_finding("nothing_loaded", loads[0].code_line, sentence)
 
 
 def flat(state: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The (key, value) pairs of nested dictionaries, whose keys are joined with dots, as DCP names them."""
+    """Yields the (key, value) pairs of nested dictionaries, whose keys are joined with dots, as DCP names them.
+
+    For {"model": {"weight": w}, "step": 3} it yields ("model.weight", w) and ("step", 3).
+    """
     for key, value in state.items():
+        full_key = f"{prefix}{key}"
         if isinstance(value, dict):
-            yield from flat(value, f"{prefix}{key}.")
+            yield from flat(value, prefix=f"{full_key}.")
         else:
-            yield f"{prefix}{key}", value
+            yield full_key, value
 
 
 # --- observing communication ------------------------------------------------------------------------------------------
@@ -1883,7 +1968,7 @@ def flat(state: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 class CommunicationObserver:
-    """Notes whether the script's own code sends tensors, large as gradients or small as metrics."""
+    """Records whether the script's own code sends tensors: large ones like gradients, or small ones like metrics."""
 
     # The names of all collectives, as methods of dist.ProcessGroup and as functions of _functional_collectives:
     COLLECTIVE_METHODS = (
@@ -1913,20 +1998,25 @@ class CommunicationObserver:
     def __init__(self, record: Record, patches: Patches, when_script_sends: Callable[[], None]) -> None:
         """From now on, observe each collective of this rank, such as ``dist.all_reduce(loss)``.
 
-        ``patches`` replaces torch's collectives by functions that first call a method of this observer, with the
-        arguments of the collective. If the script's own code has called the collective, and not a part of torch such as
-        DDP, the observer writes the sizes of the tensors into ``record``, and calls ``when_script_sends()``.
+        If the script's own code calls one, and not a part of torch such as DDP, the sizes of its tensors go into
+        ``record``, and ``when_script_sends()`` is called.
         """
         self.record = record
         self.when_script_sends = when_script_sends
-        self.addresses: set[int] = set()  # where the tensors that were sent since the last step begin in memory
+        self.sent_addresses: set[int] = set()  # data_ptr() of each tensor that was sent since the last optimizer step
+        self.replace_collectives(patches)
 
-        # Functions such as dist.all_reduce call a method of the process group, here ProcessGroup.allreduce.
+    def replace_collectives(self, patches: Patches) -> None:
+        """Let the two methods below be called before each collective, with its arguments.
+
+        torch has two families of them:
+        - Functions such as dist.all_reduce call a method of the process group, here ProcessGroup.allreduce.
+        - Functional collectives, which return their result as a new tensor, do not call these methods.
+        """
         for method_name in self.COLLECTIVE_METHODS:
             if hasattr(dist.ProcessGroup, method_name):  # not every version of torch has all of them
                 patches.before(dist.ProcessGroup, method_name, self.before_group_collective)
 
-        # Functional collectives, which return their result as a new tensor, do not call these methods.
         functional_collectives = sys.modules["torch.distributed._functional_collectives"]
         for function_name in self.FUNCTIONAL_COLLECTIVES:
             if hasattr(functional_collectives, function_name):
@@ -1934,21 +2024,22 @@ class CommunicationObserver:
 
     def before_group_collective(self, group: Any, *args: Any, **kwargs: Any) -> None:
         """Observe a collective of a process group, whose method is about to be called with these arguments."""
-        sends_something = group.size() > 1  # not if this rank is alone in the group
-        if sends_something:
-            self.note(list(tensors_in([args, kwargs])))
+        has_other_ranks = group.size() > 1
+        if has_other_ranks:
+            self.record_tensors(list(tensors_in([args, kwargs])))
 
     def before_functional_collective(self, *args: Any, **kwargs: Any) -> None:
         """Observe a functional collective, which is about to be called with these arguments."""
-        self.note(list(tensors_in([args, kwargs])))
+        self.record_tensors(list(tensors_in([args, kwargs])))
 
-    def note(self, tensors: list[torch.Tensor]) -> None:
+    def record_tensors(self, tensors: list[torch.Tensor]) -> None:
         """Record the sizes and addresses of tensors that a collective sends, if the script's own code calls it.
 
         The rules are silent where a script may average gradients, weights or metrics itself. So large tensors are
         recorded apart from small ones, which can only be metrics unless a parameter has their size.
         """
-        if caller_in_torch().startswith(self.PARTS_OF_TORCH):
+        is_called_by_torch = caller_in_torch().startswith(self.PARTS_OF_TORCH)
+        if is_called_by_torch:
             return
         for tensor in tensors:
             # Functions such as all_gather_object send Python objects as bytes.
@@ -1957,8 +2048,8 @@ class CommunicationObserver:
                 self.record.sent_sizes.add(tensor.numel())
             else:
                 self.record.sent_large = True
-            if len(self.addresses) < MOST_ADDRESSES:
-                self.addresses.add(local_part(tensor).data_ptr())
+            if len(self.sent_addresses) < MOST_ADDRESSES:
+                self.sent_addresses.add(local_part(tensor).data_ptr())
         self.when_script_sends()
 
 
@@ -2071,7 +2162,7 @@ class TrainingObserver:
         """Learn of the modules that were built before the observation began, which are all that this process holds."""
         # By type(), because isinstance() reads an object's __class__, at which a lazy object may begin to work.
         modules = [value for value in gc.get_objects() if issubclass(type(value), nn.Module)]
-        self.patches.run(self.states.note_existing, modules)
+        self.patches.run(self.states.register_existing, modules)
         for module in modules:
             if isinstance(module, DistributedDataParallel):
                 self.patches.run(self.observed, module)
@@ -2258,7 +2349,7 @@ class TrainingObserver:
             self.note_evaluation(module, forward)
             return
         if self.has_dropped:
-            forward.noise = self.random_state
+            forward.dropout_state = self.random_state
         self.record.forwards.append(forward)
 
     def count_call(self, model: ObservedModel, with_gradients: bool) -> None:
@@ -2668,7 +2759,7 @@ class ObservedOptimizer:
         A script that averages gradients by hand sends each of them from where it is in memory. So the addresses of what
         was sent are compared with those of the gradients, and then forgotten.
         """
-        sent_addresses = observer.communication.addresses
+        sent_addresses = observer.communication.sent_addresses
         gradients = [local_part(parameter.grad) for parameter in self.parameters() if parameter.grad is not None]
         if gradients and all(gradient.data_ptr() in sent_addresses for gradient in gradients):
             observer.record.averages_gradients = True
@@ -2967,24 +3058,26 @@ def same_settings(records: Sequence[Record]) -> bool:
     return True
 
 
-def plain_replicas(records: Sequence[Record], kinds: set[str]) -> bool:
-    """Whether all ranks train one unwrapped model: the same parameters, all of these kinds, with equal settings.
+def has_different_gpus(records: Sequence[Record]) -> bool:
+    """Whether the ranks compute on devices of several kinds, such as an A100 and an H100."""
+    return not equal(record.device for record in records)
 
-    ``kinds`` are kinds of parameters, as in Parameter: {"plain"}, or {"mesh of one"}.
+
+def train_same_unwrapped_model(records: Sequence[Record], kind: str) -> bool:
+    """Whether all ranks train the same unwrapped model: equal parameters, all of this kind, with equal settings.
+
+    ``kind`` is "plain" for ordinary parameters, or "mesh of one", as in Parameter.
     """
-    if len(records) < records[0].world_size:  # the record of a rank is missing, so nothing is certain
+    a_record_is_missing = len(records) < records[0].world_size
+    if a_record_is_missing or is_wrapped(records):
         return False
-    if is_wrapped(records):
-        return False
-    parameters_of_ranks = []  # for each rank {key: (kind, size)}
+    sizes_of_ranks = []  # for each rank: {a parameter's key: its number of elements}
     for record in records:
-        kinds_and_sizes = {key: (parameter.kind, parameter.size) for key, parameter in record.parameters.items()}
-        parameters_of_ranks.append(kinds_and_sizes)
-    has_parameters = len(parameters_of_ranks[0]) > 0
-    if not has_parameters or not equal(parameters_of_ranks):
-        return False
-    kinds_there = {parameter.kind for parameter in records[0].parameters.values()}
-    return kinds_there <= kinds and same_settings(records)
+        if any(parameter.kind != kind for parameter in record.parameters.values()):
+            return False
+        sizes_of_ranks.append({key: parameter.size for key, parameter in record.parameters.items()})
+    has_parameters = len(sizes_of_ranks[0]) > 0
+    return has_parameters and equal(sizes_of_ranks) and same_settings(records)
 
 
 def names_of(keys: Iterable[str]) -> str:
@@ -3007,8 +3100,8 @@ def find_weights_that_differ(records: Sequence[Record]) -> list[Finding]:
 
     Replicas have to begin equal, and each step has to leave them equal.
     """
-    if not equal(record.device for record in records):
-        return []  # GPUs of two kinds may round differently
+    if has_different_gpus(records):  # their rounding may differ
+        return []
     findings = []
     for replicas in replicated_parameters(records):
         replica_records = records_with(replicas, records)
@@ -3170,26 +3263,31 @@ def find_gradients_that_differ(replicas: Replicas, replica_records: Sequence[Rec
 
 
 def find_unwrapped(records: Sequence[Record]) -> list[Finding]:
-    """Find a model that is not wrapped, or wrapped for one rank alone, so that the ranks' weights drift apart.
+    """Find ranks whose weights drift apart, because nothing averages the gradients of the model that they all train.
 
-    It is certain if the ranks train one model, and no rank sends anything. A script that averages weights every 500
-    steps has to be observed for more than 500, or has to allow "drift". ``records`` has one Record of each rank.
+    There are two such mistakes:
+    - mesh_of_one: fully_shard was given a mesh of one rank, so each rank has a model of its own.
+    - drift: the model is not wrapped at all.
+
+    A script that averages weights only every 500 steps has to be observed for more than 500, or has to allow "drift".
+    ``records`` has one Record of each rank.
     """
-    if sends_by_hand(records):
+    if sends_by_hand(records):  # the script may average gradients or weights itself
         return []
-    if not equal(record.device for record in records):
-        return []  # GPUs of two kinds may round differently
+    if has_different_gpus(records):  # their rounding may differ
+        return []
     drifted = first_step_of_drift(records)
     if drifted is None:
         return []
 
     ranks = [record.rank for record in records]
-    if plain_replicas(records, {"mesh of one"}):
+    if train_same_unwrapped_model(records, kind="mesh of one"):
         sentence = f"fully_shard divides the model over one rank, so {listed(ranks)} train models of their own."
         return [make_finding("mesh_of_one", drifted.code_line, ranks, sentence)]
 
-    is_one_training = plain_replicas(records, {"plain"}) and divides_one_training(records)
-    if is_one_training and equal(initial_weights(record) for record in records):
+    is_one_training = train_same_unwrapped_model(records, kind="plain") and divides_one_training(records)
+    begin_equal = equal(initial_weights(record) for record in records)
+    if is_one_training and begin_equal:
         sentence = (
             f"The model is equal on {listed(ranks)} before the first step and differs after step {drifted.number}: "
             "nothing averages its gradients."
@@ -3230,7 +3328,7 @@ def find_different_start(records: Sequence[Record]) -> list[Finding]:
     It is certain if in each optimizer's first step all ranks have equal gradients, which change their weights.
     ``records`` has one Record of each rank.
     """
-    if not plain_replicas(records, {"plain"}):
+    if not train_same_unwrapped_model(records, kind="plain"):
         return []
     starts = [initial_weights(record) for record in records]
     different = [key for key in starts[0] if not equal(start[key] for start in starts)]
@@ -3276,7 +3374,7 @@ def data_parallel_ranks(model: str, records: Sequence[Record]) -> set[int]:
         return set(descriptions[0].data_ranks)
 
     # An unwrapped model counts if it starts equal on all ranks, and its gradients are averaged by hand or by nobody.
-    if not plain_replicas(records, {"plain"}):
+    if not train_same_unwrapped_model(records, kind="plain"):
         return set()
     if not equal(initial_weights(record) for record in records):
         return set()
@@ -3345,9 +3443,9 @@ class PairOfRanks:
         """Whether the ranks got different batches in each of their calls."""
         return all(first_call.inputs != second_call.inputs for first_call, second_call in self.calls())
 
-    def has_equal_noise(self) -> bool:
+    def has_equal_dropout(self) -> bool:
         """Whether dropout began with the same random state on both ranks, in each of their calls."""
-        return all(first_call.noise == second_call.noise for first_call, second_call in self.calls())
+        return all(first_call.dropout_state == second_call.dropout_state for first_call, second_call in self.calls())
 
 
 def pairs_of_ranks(model: str, model_records: Sequence[Record]) -> Iterator[PairOfRanks]:
@@ -3411,8 +3509,9 @@ def find_same_indices(model: str, first: Record, second: Record, rows: int) -> l
         takes_a_part = rows < epoch.rows  # each rank loads the batch of all ranks, and trains on its own rows of it
         if takes_a_part:
             continue
-        may_be_chance = min(epoch.steps, other_epoch.steps) < 2 or epoch.samples < FEWEST_SAMPLES
-        if may_be_chance:
+        both_trained_on_it = epoch.steps >= FEWEST_BATCHES and other_epoch.steps >= FEWEST_BATCHES
+        may_be_chance = epoch.samples < FEWEST_SAMPLES
+        if not both_trained_on_it or may_be_chance:
             continue
         if equal_beginnings(epoch.indices, other_epoch.indices):
             ranks = (first.rank, second.rank)
@@ -3422,12 +3521,12 @@ def find_same_indices(model: str, first: Record, second: Record, rows: int) -> l
 
 
 def equal_beginnings(first: list[int], second: list[int]) -> bool:
-    """Whether two epochs begin with the same batches: at least two, and as many as both lists have.
+    """Whether two epochs begin with the same batches: at least FEWEST_BATCHES, and as many as both lists have.
 
     The lists have checksums of the batches' indices.
     """
     length = min(len(first), len(second))
-    return length >= 2 and first[:length] == second[:length]
+    return length >= FEWEST_BATCHES and first[:length] == second[:length]
 
 
 def merged(findings: Sequence[Finding]) -> list[Finding]:
@@ -3467,10 +3566,11 @@ def find_same_noise(records: Sequence[Record]) -> list[Finding]:
     for model, model_records in data_parallel_models(records):
         for pair in pairs_of_ranks(model, model_records):
             calls = len(pair.first_calls)
-            has_dropout = all(call.noise is not None for call in pair.first_calls)
-            if calls < 3 or not has_dropout:
+            may_be_chance = calls < 3
+            has_dropout = all(call.dropout_state is not None for call in pair.first_calls)
+            if may_be_chance or not has_dropout:
                 continue
-            if pair.has_equal_noise() and pair.has_different_inputs():
+            if pair.has_equal_dropout() and pair.has_different_inputs():
                 sentence = f"{listed(pair.ranks).capitalize()} drop the same units in each of {calls} forward passes."
                 code_line = pair.first_calls[0].code_line
                 findings.append(make_finding("same_noise", code_line, pair.ranks, sentence))
@@ -3496,18 +3596,23 @@ def find_same_augmentation(records: Sequence[Record]) -> list[Finding]:
 def draw_the_same(first: Epoch, second: Epoch) -> bool:
     """Whether two ranks drew the same random numbers, for different samples, in each of at least three batches.
 
-    ``noise`` of an epoch has a number for each batch: a checksum of the random states that changed while the batch was
-    loaded, or 0 if none did. ``indices`` has a checksum of each batch's indices.
+    The first batch is not compared, because a sampler may draw its order before it. Each epoch has recorded two numbers
+    for each of its first batches: a checksum of the random states from which the batch drew (0 if it drew nothing), and
+    a checksum of the batch's indices.
     """
-    recorded_batches = min(len(first.noise), len(second.noise), len(first.indices), len(second.indices))
-    compared_batches = range(1, recorded_batches)  # not the first one, because before it a sampler may draw its order
-    if min(len(compared_batches), first.steps, second.steps) < 3:
+    fewest_batches = 3
+    both_were_trained_on = first.steps >= fewest_batches and second.steps >= fewest_batches
+    if not both_were_trained_on:
+        return False
+    recorded_batches = min(len(first.random_draws), len(second.random_draws), len(first.indices), len(second.indices))
+    compared_batches = range(1, recorded_batches)
+    if len(compared_batches) < fewest_batches:
         return False
     for batch in compared_batches:
-        draws_nothing = first.noise[batch] == 0
-        same_noise = first.noise[batch] == second.noise[batch]
+        draws_nothing = first.random_draws[batch] == 0
+        same_draws = first.random_draws[batch] == second.random_draws[batch]
         same_samples = first.indices[batch] == second.indices[batch]
-        if draws_nothing or not same_noise or same_samples:
+        if draws_nothing or not same_draws or same_samples:
             return False
     return True
 
@@ -3558,7 +3663,8 @@ def repeats_order(earlier: Epoch, later: Epoch) -> bool:
     """
     if earlier.loader != later.loader or not earlier.shuffled:
         return False
-    if min(earlier.steps, later.steps) < 2:  # an epoch was not trained on
+    both_were_trained_on = earlier.steps >= FEWEST_BATCHES and later.steps >= FEWEST_BATCHES
+    if not both_were_trained_on:
         return False
     if later.sampler_epoch < 0 or earlier.sampler_epoch != later.sampler_epoch:
         return False
