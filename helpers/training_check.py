@@ -1,16 +1,19 @@
-"""``with check_training():`` finds mistakes of distributed training that raise no error. Off unless it is called.
+"""``with check_training():`` finds mistakes of distributed training that raise no error.
 
-Every rank runs it around its training, in an existing process group. While the first steps run, each rank records
+Every rank puts it around its training, in an existing process group. While the first steps run, each rank records
 checksums of its batches, weights, gradients and buffers, and who called what. At the end the records of all ranks are
-compared. They travel through the group's store, never through a collective: a rank that makes fewer steps than
-another, or that fails, keeps nobody waiting longer than ``patience`` seconds. A finding is reported only if it is
-certain. The file needs PyTorch and the standard library alone, so a script can carry it, or be run by it:
+compared, and a finding is reported only if it is certain. The records travel through the group's store and not through
+a collective, so a rank that makes fewer steps than another, or that fails, keeps nobody waiting longer than
+``patience`` seconds.
+
+The file needs only PyTorch and the standard library, so it can be copied beside a script. It can also run a script that
+was not changed:
 
     torchrun --nproc-per-node=2 training_check.py train.py --flags-of-the-script
 
-It is one file because it has to be copied as one. Its parts come in the order of a check: what a user calls, the
-mistakes that it knows, the record of a rank, the check from beginning to end, what observes a rank (in six parts, with
-the functions that all of them use in front), and the rules that compare the ranks' records.
+Its parts come in the order of a check: what a user calls, the mistakes that it knows, the record of a rank, the check
+from beginning to end, what observes a rank (in six parts, after the functions that all of them use), and the rules that
+compare the ranks' records.
 
 "The user" is whoever reads the report: the author of the training script.
 """
@@ -64,15 +67,17 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 # ``check_training`` is put around a training, and ``main`` is the command that runs an unchanged script inside a check.
 # Both begin and end a TrainingCheck, which has all the state.
 
+PATIENCE_AFTER_ERROR = 2  # seconds for which a rank that has failed waits for the others' records
+
 
 @contextmanager
 def check_training(steps: int = 20, patience: float = 30, allow: Iterable[str] = ()) -> Iterator["TrainingCheck"]:
     """A context around a training: it is observed until an optimizer has made ``steps`` steps.
 
     Enter it on every rank of a process group. Rank 0 prints a report to stderr as soon as all ranks have made these
-    steps, or at the end of the context. There it waits for the other ranks' records at most ``patience`` seconds, or 2
-    seconds after an exception. ``allow`` names kinds of findings to leave out, such as "drift"; an unknown kind raises
-    ValueError. At the end of the context, ``findings`` of its value is set on each rank.
+    steps, or at the end of the context. There it waits for the other ranks' records at most ``patience`` seconds, or
+    PATIENCE_AFTER_ERROR after an exception. ``allow`` names kinds of findings to leave out, such as "drift"; an unknown
+    kind raises ValueError. The context's value is a TrainingCheck, which has ``findings`` on each rank at the end.
     """
     check = TrainingCheck(steps, patience, allow)
     check.start()
@@ -80,7 +85,8 @@ def check_training(steps: int = 20, patience: float = 30, allow: Iterable[str] =
     try:
         yield check
     except BaseException:
-        check.patience = min(check.patience, 2)  # a peer may wait in a collective until this rank is gone
+        # Another rank may wait in a collective until this one is gone.
+        check.patience = min(check.patience, PATIENCE_AFTER_ERROR)
         raise
     finally:
         hook.remove()
@@ -126,13 +132,15 @@ def parse_arguments() -> argparse.Namespace:
 
 def connect_to_torchrun_store() -> dist.Store:
     """Connect to the store that torchrun serves. It is still there when the script has ended its process group."""
-    store, _, _ = next(dist.rendezvous("env://"))  # the other two are the rank and the world size
+    rendezvous = dist.rendezvous("env://")  # an iterator over (store, rank, world size)
+    store, _, _ = next(rendezvous)
     return store
 
 
 def write_findings(findings: Sequence["Finding"], path: Path) -> None:
     """Write the findings to a JSON file, as a list of objects."""
-    path.write_text(json.dumps([asdict(finding) for finding in findings], indent=1))
+    objects = [asdict(finding) for finding in findings]
+    path.write_text(json.dumps(objects, indent=1))
 
 
 # --- the kinds of mistakes --------------------------------------------------------------------------------------------
@@ -502,33 +510,41 @@ def short_name(file: str) -> str:
 def listed(ranks: Iterable[int]) -> str:
     """Ranks in words: "rank 2" or "ranks 0, 1 and 2"."""
     numbers = [str(rank) for rank in sorted(ranks)]
-    if len(numbers) == 1:
-        return f"rank {numbers[0]}"
-    return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
+    last = numbers.pop()
+    if not numbers:
+        return f"rank {last}"
+    return f"ranks {', '.join(numbers)} and {last}"
 
 
 def report(findings: Sequence[Finding], failures: Sequence[str] = ()) -> str:
-    """The section *silent mistakes* as text for the screen: first the mistakes, then the notes.
+    """The text that a check prints, under the title *silent mistakes*: first the mistakes, then the notes.
 
-    A note is a finding that many programs mean so. ``failures`` are tracebacks of errors in the check itself; the
-    report counts them, because the check may then have missed something.
+    A note is a finding that many programs have on purpose. ``failures`` are tracebacks of errors in the check itself.
+    The report counts them, because the check may then have missed something.
     """
     lines = ["silent mistakes"]
     if not mistakes_among(findings):
         lines.append(f"  none of the {len(KINDS)} kinds")
     mistakes_first = sorted(findings, key=lambda finding: finding.is_note)
     for finding in mistakes_first:
-        label = ""
-        if finding.is_note:
-            label = "note: "
-        where = f"{short_name(finding.file)}:{finding.line}, {listed(finding.ranks)}"
-        lines.append(f"  {label}{where}: {finding.sentence}")
-        lines.append(f"    {finding.cure}")
-        lines.append(f"    {finding.page}  (--allow {finding.kind})")
+        lines += describe_finding(finding)
     if failures:
-        last_line = failures[0].strip().splitlines()[-1]  # of a traceback: the exception
-        lines.append(f"  The check itself failed {len(failures)} times, so it is not complete: {last_line}")
+        traceback_lines = failures[0].strip().splitlines()
+        exception = traceback_lines[-1]
+        lines.append(f"  The check itself failed {len(failures)} times, so it is not complete: {exception}")
     return "\n".join(lines)
+
+
+def describe_finding(finding: Finding) -> list[str]:
+    """The three lines of a report about one finding: where it is, how to repair it, and where the book explains it."""
+    where = f"{short_name(finding.file)}:{finding.line}, {listed(finding.ranks)}"
+    if finding.is_note:
+        where = f"note: {where}"
+    return [
+        f"  {where}: {finding.sentence}",
+        f"    {finding.cure}",
+        f"    {finding.page}  (--allow {finding.kind})",
+    ]
 
 
 def check_allowed(allow: Iterable[str]) -> None:
@@ -539,11 +555,11 @@ def check_allowed(allow: Iterable[str]) -> None:
 
 
 class TrainingCheck:
-    """A check that runs, or ran. ``findings`` is None until the ranks' records are compared.
+    """One check on one rank. ``findings`` is None until the ranks' records are compared.
 
     The ranks communicate through the store of their process group, a dictionary that one process serves. Each rank puts
-    its record there. Rank 0 compares them, prints the report, and puts the findings there for the other ranks. Nobody
-    waits in a collective, in which a rank that has failed would never arrive.
+    its record there. Rank 0 compares them, prints the report, and puts the findings there for the other ranks. No rank
+    waits in a collective, at which a rank that has failed would never arrive.
     """
 
     next_number = itertools.count()  # All ranks make the same checks in the same order, so a check has one number.
@@ -571,29 +587,33 @@ class TrainingCheck:
             return
         self.is_published = True
         record = self.observer.record
-        self.observer.store.set(self.key(record.rank), pickle.dumps(record))
+        self.observer.store.set(self.record_key(record.rank), pickle.dumps(record))
 
-    def key(self, rank: int) -> str:
-        """Under which key of the store a rank's record is."""
+    def record_key(self, rank: int) -> str:
+        """The key of the store under which a rank's record is."""
         return f"{self.name}/rank{rank}"
 
-    def present(self) -> list[int]:
-        """The ranks whose records are in the store. Asking waits for nobody."""
+    def findings_key(self) -> str:
+        """The key of the store under which rank 0 puts the findings."""
+        return f"{self.name}/findings"
+
+    def published_ranks(self) -> list[int]:
+        """The ranks whose records are in the store now. It does not wait for the others."""
         ranks = range(self.observer.record.world_size)
-        return [rank for rank in ranks if self.observer.store.check([self.key(rank)])]
+        return [rank for rank in ranks if self.observer.store.check([self.record_key(rank)])]
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """torch calls this after each step of any optimizer: publish and report, once the observation is over.
+        """torch calls this after each step of any optimizer: publish this rank's record once the observation is over.
 
-        The observer ends it after the last step that it was to see. When all ranks have published their records, rank 0
-        reports at once, so that nobody has to wait for the end of a long training.
+        When all ranks have published their records, rank 0 reports at once, so that the user need not wait for the end
+        of a long training.
         """
         if not self.observer.is_finished or self.observer.store is None:
             return
         self.publish()
         record = self.observer.record
-        is_to_report = record.rank == 0 and self.findings is None
-        if is_to_report and len(self.present()) == record.world_size:
+        has_to_report = record.rank == 0 and self.findings is None
+        if has_to_report and len(self.published_ranks()) == record.world_size:
             self.compare_ranks()
 
     def finish(self) -> None:
@@ -612,14 +632,13 @@ class TrainingCheck:
             self.conclude([own_record])
             return
 
-        findings_key = f"{self.name}/findings"
         try:
             self.publish()
             if own_record.rank == 0:
-                self.wait_for([self.key(rank) for rank in range(own_record.world_size)])
+                self.wait_for([self.record_key(rank) for rank in range(own_record.world_size)])
                 self.compare_ranks()  # those whose records have come in time
-            elif self.wait_for([findings_key]):
-                self.findings = pickle.loads(store.get(findings_key))
+            elif self.wait_for([self.findings_key()]):
+                self.findings = pickle.loads(store.get(self.findings_key()))
         except RuntimeError as error:  # the store has gone with the process that served it
             print(f"silent mistakes: the ranks' notes could not be compared ({error})", file=sys.stderr)
 
@@ -635,18 +654,25 @@ class TrainingCheck:
     def compare_ranks(self) -> None:
         """On rank 0: compare the records that have come, report, and send the findings to the other ranks."""
         store = self.observer.store
-        present = self.present()
-        self.missing = [rank for rank in range(self.observer.record.world_size) if rank not in present]
-        records = [pickle.loads(store.get(self.key(rank))) for rank in present]
+        published_ranks = self.published_ranks()
+        records = []
+        self.missing = []
+        for rank in range(self.observer.record.world_size):
+            if rank in published_ranks:
+                records.append(pickle.loads(store.get(self.record_key(rank))))
+            else:
+                self.missing.append(rank)
         self.conclude(records)
-        store.set(f"{self.name}/findings", pickle.dumps(self.findings))
+        store.set(self.findings_key(), pickle.dumps(self.findings))
 
     def conclude(self, records: Sequence[Record]) -> None:
-        """Set ``findings`` to what these records show, but for the kinds to leave out. Rank 0 prints them, too."""
+        """Set ``findings`` to what these records show, without the allowed kinds. Rank 0 also prints them."""
         self.findings = [finding for finding in compare(records) if finding.kind not in self.allow]
         if self.observer.record.rank != 0:
             return
-        failures = [failure for record in records for failure in record.failures]
+        failures: list[str] = []
+        for record in records:
+            failures += record.failures
         print(report(self.findings, failures), file=sys.stderr, flush=True)
         if self.missing:
             print(f"  {listed(self.missing)} sent no notes within {self.patience:g} s", file=sys.stderr, flush=True)
@@ -734,8 +760,7 @@ def value_of(tensor: torch.Tensor) -> float:
 # Two ranks have equal tensors, batches, datasets or random states if the checksums are equal. Nothing here keeps state.
 
 CHUNK = 2**23  # bytes of a tensor that are summed at once
-# How many rows of a tensor are summed to distinguish one dataset from another:
-ROWS_OF_DATASET = 256
+ROWS_OF_DATASET = 256  # how many rows of a tensor are summed to distinguish one dataset from another
 
 
 @torch.no_grad()
@@ -900,15 +925,21 @@ def summary_of(value: Any, depth: int) -> tuple[Any, ...]:
     if isinstance(value, (str, int, float)):
         return (value,)
     if isinstance(value, (list, tuple, range)) and len(value) > 0:
-        # The length and the two ends are enough to distinguish a list of a million file names from another.
-        plain_ends = [end for end in (value[0], value[-1]) if isinstance(end, (str, int, float, tuple))]
-        tensors = [item for item in value if isinstance(item, torch.Tensor)]
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        return (len(value), plain_ends, shapes, checksums_of_first_rows(tensors))
+        return summary_of_list(value)
     is_object_with_items = hasattr(value, "__getitem__") and hasattr(value, "__dict__")
     if is_object_with_items and depth > 0:
         return (dataset_checksum(value, depth - 1),)
     return ()
+
+
+def summary_of_list(items: Sequence[Any]) -> tuple[Any, ...]:
+    """A few values that distinguish a list from others: its length, its two ends, and the tensors in it."""
+    # These are enough to distinguish a list of a million file names from another.
+    ends = [items[0], items[-1]]
+    plain_ends = [end for end in ends if isinstance(end, (str, int, float, tuple))]
+    tensors = [item for item in items if isinstance(item, torch.Tensor)]
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    return (len(items), plain_ends, shapes, checksums_of_first_rows(tensors))
 
 
 def checksums_of_first_rows(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -933,7 +964,7 @@ FEWEST_SAMPLES = 8
 FEWEST_BATCHES = 2
 # Likewise, how many numbers of a batch may be equal to those of another batch by chance:
 FEWEST_ELEMENTS = 32
-# Notes of the first batches, calls and failures are enough for a comparison, and must not grow with the training:
+# Records of the first batches, calls and failures are enough for a comparison, and must not grow with the training:
 MOST_BATCHES = 32  # in each epoch
 MOST_DROPOUTS = 64
 MOST_EVALUATIONS = 8  # of each model
@@ -961,10 +992,10 @@ def positional_names(function: Callable[..., Any]) -> list[str]:
 def by_position(
     names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, by position where they can be: of ``f(1, b=2)`` they are ``(1, 2)`` and no others.
+    """Give a call's arguments by position where that is possible: the call ``f(1, b=2)`` becomes ``f(1, 2)``.
 
-    ``names`` are the function's ``positional_names``. A script may give any of them by name, as in
-    ``clip_grad_norm_(parameters, max_norm=1)``, and a hook calls its own parameters as it likes.
+    A script may name arguments, as in ``clip_grad_norm_(parameters, max_norm=1)``, but a hook has other names for its
+    parameters. ``names`` are the function's ``positional_names``. Returns the new (args, kwargs).
     """
     if not kwargs:
         return args, kwargs
@@ -992,23 +1023,25 @@ class Patches:
         self.thread = threading.get_ident()
         self.is_in_hook = False
         self.undo: list[Callable[[], None]] = []  # functions that restore what was replaced, the latest last
-        self.functions: dict[int, ReplacedFunction] = {}  # by the id of the original
+        self.functions: dict[int, ReplacedFunction] = {}  # {id of the original function of a module: both functions}
 
-    def is_on(self) -> bool:
-        """Whether a call that is running now is observed: the script's own, in the process and the thread that train.
+    def observes_call(self) -> bool:
+        """Whether a replaced function that is called now has to tell the observers.
 
-        A DataLoader's workers are forks of the process, and nobody would read what is recorded there. What a hook calls
-        itself is not observed either. Nothing is observed after ``remove``, although other modules may still have a
-        replacement.
+        Only the script's own calls count, in the process and the thread that train:
+        - A DataLoader's workers are forks of the process, and nobody would read what is recorded there.
+        - A hook may itself call a replaced function.
+        - After ``remove``, other modules may still have a replacement.
         """
         is_training = os.getpid() == self.process and threading.get_ident() == self.thread
         is_patched = len(self.undo) > 0
         return is_training and is_patched and not self.is_in_hook
 
-    def is_on_in_worker(self) -> bool:
+    def observes_worker(self) -> bool:
         """Whether this process is a worker of a DataLoader that was forked while the check ran."""
         is_fork = os.getpid() != self.process and get_worker_info() is not None
-        return is_fork and not self.is_in_hook and bool(self.undo)
+        is_patched = len(self.undo) > 0
+        return is_fork and is_patched and not self.is_in_hook
 
     def run(self, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a hook; return what it returns, or None if it failed. What the hook itself calls is not observed."""
@@ -1033,7 +1066,7 @@ class Patches:
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             # While torch.compile traces, it would take the hook into its graph.
-            if not torch.compiler.is_compiling() and self.is_on():
+            if not torch.compiler.is_compiling() and self.observes_call():
                 in_order, rest = by_position(names, args, kwargs)
                 self.run(hook, *in_order, **rest)
             return original(*args, **kwargs)
@@ -1052,7 +1085,7 @@ class Patches:
         def replacement(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             # While torch.compile traces, it would take the hook into its graph.
-            if not torch.compiler.is_compiling() and self.is_on():
+            if not torch.compiler.is_compiling() and self.observes_call():
                 in_order, rest = by_position(names, args, kwargs)
                 self.run(hook, result, *in_order, **rest)
             return result
@@ -1075,10 +1108,10 @@ class Patches:
 
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
-            if self.is_on():
+            if self.observes_call():
                 in_order, rest = by_position(names, args, kwargs)
                 return method(original, *in_order, **rest)
-            if in_worker is not None and self.is_on_in_worker():
+            if in_worker is not None and self.observes_worker():
                 return in_worker(original, *args, **kwargs)
             return original(*args, **kwargs)
 
@@ -2231,7 +2264,7 @@ class TrainingObserver:
         def replacement(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # While a graph is compiled, or a checkpointed part is recomputed in backward, the script calls no model.
             is_recomputed = self.backward_depth > 0
-            if torch.compiler.is_compiling() or is_recomputed or not self.patches.is_on():
+            if torch.compiler.is_compiling() or is_recomputed or not self.patches.observes_call():
                 return original(module, *args, **kwargs)
             return self.call_module(original, module, args, kwargs)
 
@@ -2517,7 +2550,7 @@ class TrainingObserver:
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """torch calls this before each step of any optimizer, with the step's arguments."""
-        if self.is_finished or torch.compiler.is_compiling() or not self.patches.is_on():
+        if self.is_finished or torch.compiler.is_compiling() or not self.patches.observes_call():
             return
         # A ZeroRedundancyOptimizer has another optimizer inside, whose step runs within its own and does not count.
         is_nested = self.stepping is not None and self.stepping is not optimizer
