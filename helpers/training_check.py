@@ -348,16 +348,19 @@ class Model:
 
 @dataclass
 class Parameter:
-    """A parameter of an optimizer. ``replicas`` are the ranks that should hold the same values, empty if unknown.
+    """A parameter of an optimizer.
 
-    ``kind``: "DDP", "DTensor", "plain", or "mesh of one" for a shard of a mesh that has no other rank.
+    ``kind`` is one of these:
+    - "DDP", for a parameter inside DDP, which averages its gradient, or "not averaged by DDP";
+    - "DTensor", or "mesh of one" for a DTensor whose mesh has only one rank;
+    - "plain", for any other.
     """
 
-    model: str
-    name: str
+    model: str  # the name of the model that has it, or of the optimizer if no known model has it
+    name: str  # its name there
     kind: str
-    size: int
-    replicas: tuple[int, ...]
+    size: int  # its number of elements on this rank
+    replicas: tuple[int, ...]  # the ranks that should hold the same values; empty if there are none, or not known
 
 
 @dataclass
@@ -2139,6 +2142,24 @@ def describe_model(module: nn.Module) -> Model:
     return Model(wrapper="", data_ranks=())
 
 
+@dataclass
+class RunningCalls:
+    """What runs at this moment on the rank, as calls may run inside each other."""
+
+    modules: int = 0  # how many calls of modules
+    backwards: int = 0  # how many backward passes
+    ddp: list[nn.Module] = field(default_factory=list)  # the DistributedDataParallel modules whose forward runs
+    optimizer: Any = None  # the optimizer whose step runs
+
+
+@dataclass
+class RandomNumbers:
+    """What the current call of a model draws at random."""
+
+    state_before: int = 0  # a checksum of the random state before the call
+    has_dropped: bool = False  # whether a dropout has drawn numbers
+
+
 class TrainingObserver:
     """Observes the training of one rank for ``steps`` steps of an optimizer; ``record`` has what it saw."""
 
@@ -2149,51 +2170,48 @@ class TrainingObserver:
         self.patches = Patches(self.record)
         self.store: Any = None  # of the process group
         self.is_finished = False
-        self.hooks: list[Any] = []  # torch's handles, by which its hooks are removed
+        self.step_hooks: list[Any] = []  # handles of the hooks of optimizers, by which they are removed
 
-        # Models, and calls of them:
-        self.models: dict[int, ObservedModel] = {}  # by the module's id
+        # What the script has made: {id of a module: the model that it is}, {id of an optimizer: what is known of it}
+        self.models: dict[int, ObservedModel] = {}
+        self.optimizers: dict[int, ObservedOptimizer] = {}
+        # {an optimizer: the line that has built it}
+        self.built_at: weakref.WeakKeyDictionary[Any, CodeLine] = weakref.WeakKeyDictionary()
         # {a module inside DDP: a reference to the DistributedDataParallel}
         self.wrapper_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref] = weakref.WeakKeyDictionary()
-        self.running_ddp: list[nn.Module] = []  # the DistributedDataParallel modules whose forward runs
-        self.call_depth = 0  # how many calls of modules run, each inside the one before
-        self.backward_depth = 0  # likewise, of backward passes
-        self.random_state = 0  # a checksum of the random state before the current call of a model
-        self.has_dropped = False  # whether a dropout drew random numbers in the current call of a model
-        self.evaluation: Evaluation | None = None  # the current one; None while the model is trained
 
-        # Optimizers, and steps of them:
-        self.optimizers: dict[int, ObservedOptimizer] = {}  # by the optimizer's id
-        self.built: weakref.WeakKeyDictionary[Any, CodeLine] = weakref.WeakKeyDictionary()  # where each was built
-        self.stepping: Any = None  # the optimizer whose step runs
+        # What the script does now:
+        self.running = RunningCalls()
+        self.random_numbers = RandomNumbers()
+        self.evaluation: Evaluation | None = None  # None while the model is trained
 
     def start(self, note_existing: bool = True) -> None:
-        """Begin to observe. ``note_existing``: look for the modules that the script has built already.
-
-        The four observers replace the functions of torch that they need; the other functions are replaced here.
-        """
-        patches = self.patches
-        self.loaders = LoaderObserver(self.record, patches)
-        self.scalers = ScalerObserver(self.record, patches)
-        self.states = StateObserver(self.record, patches, steps_made=lambda: len(self.record.steps))
-        self.communication = CommunicationObserver(self.record, patches, when_script_sends=self.communicated)
-        self.wrap_module_calls()
-        patches.around(torch.autograd, "backward", self.run_backward)
-        patches.around(torch.autograd, "grad", self.run_backward)
-        patches.after(Optimizer, "__init__", self.optimizer_built)
-        patches.after(DistributedDataParallel, "__init__", self.ddp_built)
-        patches.before(torch.Tensor, "item", self.read_number)
-        patches.replace_copies()
+        """Begin to observe. ``note_existing``: look for the modules that the script has built already."""
+        self.loaders = LoaderObserver(self.record, self.patches)
+        self.scalers = ScalerObserver(self.record, self.patches)
+        self.states = StateObserver(self.record, self.patches, steps_made=lambda: len(self.record.steps))
+        self.communication = CommunicationObserver(self.record, self.patches, when_script_sends=self.communicated)
+        self.replace_functions()
         if note_existing:
             self.find_existing_modules()
-        self.hooks = [
+        self.step_hooks = [
             register_optimizer_step_pre_hook(self.before_step),
             register_optimizer_step_post_hook(self.after_step),
         ]
 
+    def replace_functions(self) -> None:
+        """Replace the functions of torch that none of the four other observers has replaced."""
+        self.wrap_module_calls()
+        self.patches.around(torch.autograd, "backward", self.run_backward)
+        self.patches.around(torch.autograd, "grad", self.run_backward)
+        self.patches.after(Optimizer, "__init__", self.optimizer_built)
+        self.patches.after(DistributedDataParallel, "__init__", self.ddp_built)
+        self.patches.before(torch.Tensor, "item", self.read_number)
+        self.patches.replace_copies()  # last, because it copies the replacements of all observers
+
     def find_existing_modules(self) -> None:
-        """Learn of the modules that were built before the observation began, which are all that this process holds."""
-        # By type(), because isinstance() reads an object's __class__, at which a lazy object may begin to work.
+        """Find the modules that were built before the observation began: all that are in this process's memory."""
+        # isinstance() would read each object's __class__, at which a lazy object may begin to work. type() does not.
         modules = [value for value in gc.get_objects() if issubclass(type(value), nn.Module)]
         self.patches.run(self.states.register_existing, modules)
         for module in modules:
@@ -2205,9 +2223,9 @@ class TrainingObserver:
 
         ``stop`` leaves them, because it may be called by one of them, while torch iterates over its hooks.
         """
-        for hook in self.hooks:
+        for hook in self.step_hooks:
             hook.remove()
-        self.hooks = []
+        self.step_hooks = []
 
     def stop(self) -> None:
         """End the observation, and complete the record. The hooks of optimizers stay until ``remove_hooks``."""
@@ -2263,7 +2281,7 @@ class TrainingObserver:
         @functools.wraps(original)
         def replacement(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # While a graph is compiled, or a checkpointed part is recomputed in backward, the script calls no model.
-            is_recomputed = self.backward_depth > 0
+            is_recomputed = self.running.backwards > 0
             if torch.compiler.is_compiling() or is_recomputed or not self.patches.observes_call():
                 return original(module, *args, **kwargs)
             return self.call_module(original, module, args, kwargs)
@@ -2274,32 +2292,31 @@ class TrainingObserver:
         """Replaces ``module(*args, **kwargs)``: record the call if the module is a model, or a dropout inside one.
 
         A model is a module that no other module calls, or DDP, which may be inside another. ``original`` is torch's
-        method, which runs the module's forward. Modules call each other, so this method runs within itself, and
-        ``call_depth`` says how deep.
+        method, which runs the module's forward. Modules call each other, so this method runs within itself.
         """
         inner = uncompiled(module)
         is_ddp = isinstance(inner, DistributedDataParallel)
-        is_called_by_script = self.call_depth == 0
+        is_called_by_script = self.running.modules == 0
         is_model = is_called_by_script or is_ddp
-        self.call_depth += 1
+        self.running.modules += 1
         forward = None  # the record of this call, if it gets one
         if is_model:
             forward = self.patches.run(self.before_model, inner, args, kwargs)
         elif self.wrapper_of:
             self.patches.run(self.check_wrapper, module)
         if is_ddp:
-            self.running_ddp.append(inner)
+            self.running.ddp.append(inner)
         try:
             output = original(module, *args, **kwargs)
             if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
-                self.patches.run(self.note_dropout, args, output)
+                self.patches.run(self.record_dropout, args, output)
             if forward is not None:
                 self.patches.run(self.after_model, inner, forward)
             return output
         finally:
-            self.call_depth -= 1
+            self.running.modules -= 1
             if is_ddp:
-                self.running_ddp.pop()
+                self.running.ddp.pop()
 
     def observed(self, module: nn.Module) -> ObservedModel | None:
         """What is known of a module as a model, or None for a module without parameters, such as a loss.
@@ -2311,7 +2328,7 @@ class TrainingObserver:
             was_wrapped_since = isinstance(module, FSDPModule) and not known.description.wrapper
             if not was_wrapped_since:
                 return known
-        has_parameters = next(module.parameters(), None) is not None
+        has_parameters = len(list(module.parameters())) > 0
         if not has_parameters:
             return None
         if isinstance(module, DistributedDataParallel):
@@ -2330,9 +2347,9 @@ class TrainingObserver:
         if model.name:
             return
         class_name = type(model.unwrapped()).__name__
-        kind = f"{model.description.wrapper} {class_name}".strip()
-        earlier = [name for name in self.record.models if name.startswith(f"{kind} ")]
-        model.name = f"{kind} {len(earlier) + 1}"
+        name_without_number = f"{model.description.wrapper} {class_name}".strip()
+        earlier = [name for name in self.record.models if name.startswith(f"{name_without_number} ")]
+        model.name = f"{name_without_number} {len(earlier) + 1}"
         self.record.models[model.name] = model.description
 
     def before_model(self, module: nn.Module, args: Any, kwargs: Any) -> Forward | None:
@@ -2371,18 +2388,17 @@ class TrainingObserver:
             elements=sum(tensor.numel() for tensor in inputs),
             rows=most_rows(inputs),
         )
-        self.has_dropped = False
-        device = next(model.module.parameters()).device
-        self.random_state = random_state(device)
+        first_parameter = next(model.module.parameters())
+        self.random_numbers = RandomNumbers(state_before=random_state(first_parameter.device))
         return forward
 
     def after_model(self, module: nn.Module, forward: Forward) -> None:
         """After a call of a model: complete the Forward that ``before_model`` has begun, and add it to the record."""
         if not torch.is_grad_enabled():
-            self.note_evaluation(module, forward)
+            self.record_evaluation(module, forward)
             return
-        if self.has_dropped:
-            forward.dropout_state = self.random_state
+        if self.random_numbers.has_dropped:
+            forward.dropout_state = self.random_numbers.state_before
         self.record.forwards.append(forward)
 
     def count_call(self, model: ObservedModel, with_gradients: bool) -> None:
@@ -2391,13 +2407,14 @@ class TrainingObserver:
         All ranks have to make such calls equally often, or they wait for each other, so the counts are compared at the
         end. ``with_gradients`` says whether gradients are recorded, so that a backward pass is to follow.
         """
-        if isinstance(model.module, DistributedDataParallel):
-            join_config: Any = model.module._join_config  # of torch's context Join, in which ranks may make fewer calls
+        calls = model.calls
+        is_ddp = isinstance(model.module, DistributedDataParallel)
+        if is_ddp:
+            join_config: Any = model.module._join_config  # of torch's Join, inside which ranks may make fewer calls
             if join_config.enable:
                 model.description.joins = True
-        calls = model.calls
         if not model.communicates(with_gradients):
-            is_in_no_sync = with_gradients and model.description.wrapper == "DDP"
+            is_in_no_sync = is_ddp and with_gradients
             if is_in_no_sync:  # a mistake, if this is the last call before a step
                 calls.in_no_sync = user_code_line()
             return
@@ -2421,7 +2438,7 @@ class TrainingObserver:
         if ddp_reference is None:  # the module is not inside DDP
             return
         ddp = ddp_reference()
-        if ddp is None or ddp in self.running_ddp:
+        if ddp is None or ddp in self.running.ddp:
             return
         if not torch.is_grad_enabled():  # there is nothing to average
             return
@@ -2429,13 +2446,13 @@ class TrainingObserver:
         if calls.past_wrapper is None:
             calls.past_wrapper = user_code_line()
 
-    def note_dropout(self, args: Any, output: Any) -> None:
+    def record_dropout(self, args: Any, output: Any) -> None:
         """After a dropout: record that it drew random numbers and, on tensor-parallel ranks, checksums of what it did.
 
         Tensor-parallel ranks hold the same activation, so each has to drop the same units of it. If the activation is a
         DTensor, torch sees to that. ``args`` are the dropout's arguments, of which the first is its input.
         """
-        self.has_dropped = True
+        self.random_numbers.has_dropped = True
         ranks = self.tensor_parallel_ranks
         if not ranks or not torch.is_grad_enabled():
             return
@@ -2466,7 +2483,7 @@ class TrainingObserver:
                         return ranks
         return ()
 
-    def note_evaluation(self, module: nn.Module, forward: Forward) -> None:
+    def record_evaluation(self, module: nn.Module, forward: Forward) -> None:
         """After the first call of an evaluation: record what the model evaluates, and with which batch statistics.
 
         Ranks with different statistics give results that depend on which rank evaluates what. So a model without
@@ -2503,11 +2520,11 @@ class TrainingObserver:
         did is the same on all ranks, so it numbers the steps by which the ranks are compared. ``original`` is torch's
         function.
         """
-        self.backward_depth += 1
+        self.running.backwards += 1
         try:
             return original(*args, **kwargs)
         finally:
-            self.backward_depth -= 1
+            self.running.backwards -= 1
             for model in self.models.values():
                 if model.waits_for_backward:
                     model.waits_for_backward = False
@@ -2526,12 +2543,12 @@ class TrainingObserver:
                 self.record.loss_reads.append(code_line)
 
     def communicated(self) -> None:
-        """After the script's own code has sent a tensor: note whether it did so in a forward, or for an evaluation.
+        """When the script's own code sends a tensor: record whether it does so in a forward, or for an evaluation.
 
         A model that communicates in its forward, as with experts, may rightly get the same batch on several ranks.
         After an evaluation, sending is taken for adding up the ranks' results.
         """
-        is_in_forward = self.call_depth > 0 and self.backward_depth == 0
+        is_in_forward = self.running.modules > 0 and self.running.backwards == 0
         if is_in_forward:
             for model in self.models.values():
                 model.description.communicates = True
@@ -2541,40 +2558,41 @@ class TrainingObserver:
     # --- steps of optimizers
 
     def ddp_built(self, result: Any, ddp: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """After a DistributedDataParallel was built: know the modules inside it before they are called."""
+        """After a DistributedDataParallel was built: learn which modules are inside it, before they are called."""
         self.observed(ddp)
 
     def optimizer_built(self, result: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """After an optimizer was built: note where, for a finding that it was built too early."""
-        self.built[optimizer] = user_code_line()
+        """After an optimizer was built: keep the line, for a finding that it was built too early."""
+        self.built_at[optimizer] = user_code_line()
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """torch calls this before each step of any optimizer, with the step's arguments."""
         if self.is_finished or torch.compiler.is_compiling() or not self.patches.observes_call():
             return
         # A ZeroRedundancyOptimizer has another optimizer inside, whose step runs within its own and does not count.
-        is_nested = self.stepping is not None and self.stepping is not optimizer
+        outer_optimizer = self.running.optimizer
+        is_nested = outer_optimizer is not None and outer_optimizer is not optimizer
         if not is_nested:
             self.patches.run(self.begin_step, optimizer)
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """torch calls this after each step of any optimizer. After the last step to observe, the observation ends."""
-        if optimizer is self.stepping:
-            self.stepping = None
+        if optimizer is self.running.optimizer:
+            self.running.optimizer = None
             self.patches.run(self.optimizers[id(optimizer)].end, self)
             latest_step = self.record.steps[-1]
             if latest_step.number >= self.steps:
                 self.stop()
 
     def begin_step(self, optimizer: Any) -> None:
-        """Before a step: tell the other observers, and record what the step starts from."""
+        """Before a step of an optimizer: tell the other observers, and begin the record of the step."""
         if dist.is_initialized() and self.store is None:
             self.see_group()
         if id(optimizer) not in self.optimizers:
             self.optimizers[id(optimizer)] = ObservedOptimizer(optimizer, index=len(self.optimizers))
         observed = self.optimizers[id(optimizer)]
         observed.name_parameters(self)
-        self.stepping = optimizer
+        self.running.optimizer = optimizer
         self.scalers.optimizer_steps(optimizer)
         self.loaders.optimizer_steps()
         observed.steps += 1
@@ -2587,7 +2605,7 @@ class TrainingObserver:
         keeps every gradient from its parameters.
         """
         for observed in self.optimizers.values():
-            code_line = self.built.get(observed.optimizer, observed.code_line)
+            code_line = self.built_at.get(observed.optimizer, observed.code_line)
             class_name = type(observed.optimizer).__name__
             stale = self.stale_parameters(observed)
             if stale:
@@ -2609,22 +2627,24 @@ class TrainingObserver:
         and no model, have the same shapes as those that the models have, and no optimizer.
         """
         trained = self.trained_parameters()
-        stale = []
+        in_no_model = []
         for parameter in observed.parameters():
-            has_had_gradient = id(parameter) in observed.with_gradient
-            if parameter not in trained and not has_had_gradient:
-                stale.append(parameter)
-        shapes_of_stale = [parameter.shape for parameter in stale]
-        shapes_without_optimizer = [parameter.shape for parameter in self.parameters_without_optimizer()]
-        if shapes_of_stale == shapes_without_optimizer:
-            return stale
+            ever_had_gradient = id(parameter) in observed.with_gradient
+            if parameter not in trained and not ever_had_gradient:
+                in_no_model.append(parameter)
+        shapes_in_no_model = [parameter.shape for parameter in in_no_model]
+        shapes_in_no_optimizer = [parameter.shape for parameter in self.parameters_without_optimizer()]
+        if shapes_in_no_model == shapes_in_no_optimizer:
+            return in_no_model
         return []
 
     def parameters_without_optimizer(self) -> dict[nn.Parameter, str]:
         """The parameters that are trained, but that no optimizer has, each with its name in its model."""
-        optimized = {id(parameter) for observed in self.optimizers.values() for parameter in observed.parameters()}
+        optimized_ids: set[int] = set()
+        for observed in self.optimizers.values():
+            optimized_ids |= {id(parameter) for parameter in observed.parameters()}
         trained = self.trained_parameters()
-        return {parameter: name for parameter, name in trained.items() if id(parameter) not in optimized}
+        return {parameter: name for parameter, name in trained.items() if id(parameter) not in optimized_ids}
 
     def trained_parameters(self) -> dict[nn.Parameter, str]:
         """The parameters that require gradients, of all models that were called, each with its name in its model."""
@@ -2672,23 +2692,23 @@ class OwnedParameter:
 
 
 class ObservedOptimizer:
-    """An optimizer, and what is noted of its steps.
+    """An optimizer, which records what its steps start from and what they leave.
 
-    A parameter has a key, such as "DDP Net 1: weight", under which its checksums are noted. The key is the same on all
-    ranks, so that their checksums can be compared.
+    A parameter has a key, such as "DDP Net 1: weight", under which its checksums are recorded. The key is the same on
+    all ranks, so that their checksums can be compared.
     """
 
     def __init__(self, optimizer: Any, index: int) -> None:
-        """Before the optimizer's first step. ``index``: which of the rank's optimizers it is, from 0."""
+        """Made before the optimizer's first step. ``index``: which of the rank's optimizers it is, from 0."""
         self.optimizer = optimizer
         self.index = index
-        self.steps = 0
-        self.code_line = user_code_line()
-        self.keys: dict[int, str] = {}  # {a parameter's id: its key in the record}
         self.models: list[ObservedModel] = []  # the models that have its parameters
+        self.keys: dict[int, str] = {}  # {a parameter's id: its key in the record}
         self.with_gradient: set[int] = set()  # the ids of the parameters that ever had a gradient
         self.unsynchronized = False  # whether a step came while FSDP held gradients that were not reduced
-        self.step: Step | None = None  # the latest
+        self.steps = 0  # how many it has made
+        self.step: Step | None = None  # the record of the latest
+        self.code_line = user_code_line()  # of its first step
 
     def parameters(self) -> list[Any]:
         """The optimizer's parameters now, in order: a script may add some later."""
@@ -2702,44 +2722,26 @@ class ObservedOptimizer:
         """
         if all(id(parameter) in self.keys for parameter in self.parameters()):
             return
-        owned_parameters = self.find_owned(observer)
+        models = possible_owners(observer)
+        find_broken_ties(models, observer)
+        owned_parameters = parameters_by_id(models)
         for number, parameter in enumerate(self.parameters()):
             if id(parameter) in self.keys:
                 continue
-            model: ObservedModel | None = None
-            owner_name = f"{type(self.optimizer).__name__} {self.index}"
-            name = f"parameter {number}"
             owned = owned_parameters.get(id(parameter))
             if owned is not None:
-                model = owned.model
-                observer.give_name(model)
-                owner_name = model.name
-                name = owned.name
-                if model not in self.models:
-                    self.models.append(model)
-            key = f"{owner_name}: {name}"
+                observer.give_name(owned.model)
+                key = f"{owned.model.name}: {owned.name}"
+                description = describe_parameter_of_model(parameter, owned.name, owned.model)
+                if owned.model not in self.models:
+                    self.models.append(owned.model)
+            else:
+                owner = f"{type(self.optimizer).__name__} {self.index}"
+                name = f"parameter {number}"
+                key = f"{owner}: {name}"
+                description = describe_parameter(parameter, name, owner)
             self.keys[id(parameter)] = key
-            observer.record.parameters[key] = describe_parameter(parameter, name, owner_name, model)
-
-    def find_owned(self, observer: TrainingObserver) -> dict[int, OwnedParameter]:
-        """Which model has which parameter: {id of the parameter: its model and its name there}.
-
-        On the way it finds weights that are no longer tied. A model may be known both by itself and inside DDP. The
-        parameter is then that of DDP, because the models in DDP are asked first.
-        """
-        models = list(observer.models.values())
-        in_ddp = [model for model in models if model.description.wrapper == "DDP"]
-        called_others = [model for model in models if model.description.wrapper != "DDP" and model.name]
-
-        owned: dict[int, OwnedParameter] = {}
-        for model in [*in_ddp, *called_others]:
-            module = model.unwrapped()
-            for name, parameter in module.named_parameters():
-                owned.setdefault(id(parameter), OwnedParameter(model, name))
-            for names in observer.states.broken_ties(module):
-                sentence = f"{names} were one parameter when the model was built, and are two now."
-                observer.record.add_finding("untied", user_code_line(), sentence)
-        return owned
+            observer.record.parameters[key] = description
 
     def never_got_a_gradient(self) -> bool:
         """Whether it is certain that something keeps all gradients from the optimizer, over several steps."""
@@ -2749,15 +2751,15 @@ class ObservedOptimizer:
             return False  # fully_shard holds gradients because it was told not to reduce them, which is another mistake
         return self.steps >= 3 and not self.with_gradient
 
-    def note_gradients(self) -> None:
-        """Note which parameters have a gradient now."""
+    def remember_gradients(self) -> None:
+        """Add the parameters that have a gradient now to those that ever had one."""
         for parameter in self.parameters():
             if parameter.grad is not None:
                 self.with_gradient.add(id(parameter))
 
     def begin(self, observer: TrainingObserver) -> None:
         """Before a step: record how the models were called since the last one, and checksums of what it starts from."""
-        self.note_gradients()
+        self.remember_gradients()
         step = Step(
             optimizer=self.index,
             number=self.steps,
@@ -2767,8 +2769,8 @@ class ObservedOptimizer:
             calls={},
         )
         for model in self.models:
-            calls_so_far = replace(model.calls, code_lines=[*model.calls.code_lines])  # a copy: the counts go on
-            step.calls[model.name] = calls_so_far
+            # The record of this step gets a copy, because the model's calls are counted on.
+            step.calls[model.name] = replace(model.calls, code_lines=[*model.calls.code_lines])
             self.check_sharded_gradients(model.module, step.code_line, observer)
             # The counts go on, but what is recorded of the calls between two steps begins anew.
             model.calls.synchronized = False
@@ -2779,33 +2781,36 @@ class ObservedOptimizer:
         is_first_step = self.steps == 1
         if is_first_step:
             step.before = self.checksums_of(parameters)
-        self.note_averaging_by_hand(observer)
+        self.record_averaging_by_hand(observer)
         if self.is_sampled(observer.steps):
             step.gradients = self.checksums_of([parameter.grad for parameter in parameters])
             step.gradient_means = self.gradient_means(observer.record)
         self.step = step
         observer.record.steps.append(step)
 
-    def note_averaging_by_hand(self, observer: TrainingObserver) -> None:
+    def record_averaging_by_hand(self, observer: TrainingObserver) -> None:
         """Before a step: record whether the script has sent each gradient since the last step, as to average them.
 
         A script that averages gradients by hand sends each of them from where it is in memory. So the addresses of what
         was sent are compared with those of the gradients, and then forgotten.
         """
         sent_addresses = observer.communication.sent_addresses
-        gradients = [local_part(parameter.grad) for parameter in self.parameters() if parameter.grad is not None]
-        if gradients and all(gradient.data_ptr() in sent_addresses for gradient in gradients):
+        gradient_addresses = set()
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                gradient_addresses.add(local_part(parameter.grad).data_ptr())
+        if gradient_addresses and gradient_addresses.issubset(sent_addresses):
             observer.record.averages_gradients = True
         sent_addresses.clear()
 
     def end(self, observer: TrainingObserver) -> None:
-        """After a step: note checksums of the weights."""
-        self.note_gradients()  # a closure may have made them within the step
+        """After a step: record checksums of the weights."""
+        self.remember_gradients()  # a closure may have made them within the step
         if self.step is not None and self.is_sampled(observer.steps):
             self.step.after = self.checksums_of(self.parameters())
 
     def is_sampled(self, last: int) -> bool:
-        """Whether checksums are noted at this step: at steps 1, 2, 4, 8, … and at ``last``, the last to be observed.
+        """Whether checksums are recorded at this step: at steps 1, 2, 4, 8, … and at ``last``, the last one observed.
 
         Checksums of all weights take time. Weights that differ once stay different, so a few steps are enough.
         """
@@ -2829,8 +2834,11 @@ class ObservedOptimizer:
             key = self.keys[id(parameter)]
             if gradient is None or record.parameters[key].kind != "DTensor":
                 continue
-            if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
-                continue  # it is still to be summed over ranks, so each rank has another part of it
+            is_to_be_summed = isinstance(gradient, DTensor) and any(
+                placement.is_partial() for placement in gradient.placements
+            )
+            if is_to_be_summed:  # over ranks, so each rank has another part of it
+                continue
             own_part = local_part(gradient).detach()
             sum_of_sizes: Any = own_part.float().abs().sum().tolist()
             number_of_elements = max(1, own_part.numel())  # a rank may hold none, and the mean is then 0
@@ -2851,6 +2859,39 @@ class ObservedOptimizer:
         if self.unsynchronized:
             sentence = "The optimizer steps while fully_shard holds gradients that it has not reduced."
             observer.record.add_finding("not_synchronized", code_line, sentence)
+
+
+def possible_owners(observer: TrainingObserver) -> list[ObservedModel]:
+    """The models that may have an optimizer's parameters: those inside DDP, and then all others that were called.
+
+    A model may be known both by itself and inside DDP. Because those inside DDP come first, its parameters are theirs.
+    """
+    in_ddp = []
+    called_others = []
+    for model in observer.models.values():
+        was_called = model.name != ""
+        if model.description.wrapper == "DDP":
+            in_ddp.append(model)
+        elif was_called:
+            called_others.append(model)
+    return [*in_ddp, *called_others]
+
+
+def parameters_by_id(models: Sequence[ObservedModel]) -> dict[int, OwnedParameter]:
+    """Which model has which parameter: {id of the parameter: the first model that has it, and its name there}."""
+    owned: dict[int, OwnedParameter] = {}
+    for model in models:
+        for name, parameter in model.unwrapped().named_parameters():
+            owned.setdefault(id(parameter), OwnedParameter(model, name))
+    return owned
+
+
+def find_broken_ties(models: Sequence[ObservedModel], observer: TrainingObserver) -> None:
+    """Find weights of these models that were tied when the model was built, and are several parameters now."""
+    for model in models:
+        for names in observer.states.broken_ties(model.unwrapped()):
+            sentence = f"{names} were one parameter when the model was built, and are two now."
+            observer.record.add_finding("untied", user_code_line(), sentence)
 
 
 def holds_unreduced_gradient(fsdp_parameter: Any) -> bool:
@@ -2902,15 +2943,17 @@ def parameter_groups(module: nn.Module) -> Iterator[Any]:
             groups = getattr(state, "_fsdp_param_groups", None)
             if groups is None:  # before PyTorch 2.12 there is one
                 groups = [state._fsdp_param_group]
-            yield from (group for group in groups if group is not None)
+            for group in groups:
+                if group is not None:
+                    yield group
 
 
 def mesh_ranks(module: nn.Module) -> tuple[int, ...]:
     """The ranks of the mesh on which fully_shard divides a module, or none if it has no parameters of its own."""
-    first_group = next(parameter_groups(module), None)
-    if first_group is None:
+    groups = list(parameter_groups(module))
+    if not groups:
         return ()
-    device_mesh = first_group.mesh_info.mesh
+    device_mesh = groups[0].mesh_info.mesh
     ranks = device_mesh.mesh  # the tensor in which a DeviceMesh holds the ranks' numbers
     return tuple(ranks.flatten().tolist())
 
@@ -2925,28 +2968,30 @@ AVERAGING_HOOKS = (
 )
 
 
-def describe_parameter(parameter: Any, name: str, owner: str, model: ObservedModel | None) -> Parameter:
-    """The record of an optimizer's parameter: of what kind it is, and which ranks hold replicas of it.
-
-    The rules compare replicas, which have to stay equal. ``model`` is the model that has the parameter, or None if no
-    known model has, and ``name`` the parameter's name there. ``owner`` is the name of the model, or else that of the
-    optimizer.
-    """
-    kind = "plain"
-    replicas: tuple[int, ...] = ()
-    if model is not None and isinstance(model.module, DistributedDataParallel):
-        if is_averaged(model.module, name):
-            kind = "DDP"
-            replicas = model.description.data_ranks
-        else:
-            kind = "not averaged by DDP"
-    elif isinstance(parameter, DTensor):
-        kind = "DTensor"
-        if is_on_mesh_of_one(parameter) and dist.get_world_size() > 1:
-            kind = "mesh of one"
-        replicas = replicas_of(parameter)
+def describe_parameter_of_model(parameter: Any, name: str, model: ObservedModel) -> Parameter:
+    """The record of an optimizer's parameter that a model has under this name."""
+    if not isinstance(model.module, DistributedDataParallel):
+        return describe_parameter(parameter, name, owner=model.name)
     size = local_part(parameter).numel()
-    return Parameter(model=owner, name=name, kind=kind, size=size, replicas=replicas)
+    if is_averaged(model.module, name):
+        return Parameter(model.name, name, kind="DDP", size=size, replicas=model.description.data_ranks)
+    return Parameter(model.name, name, kind="not averaged by DDP", size=size, replicas=())
+
+
+def describe_parameter(parameter: Any, name: str, owner: str) -> Parameter:
+    """The record of an optimizer's parameter that is not inside DDP: its kind, and which ranks hold replicas of it.
+
+    ``owner`` is the name of the model that has the parameter under this ``name``, or that of the optimizer if no known
+    model has it.
+    """
+    size = local_part(parameter).numel()
+    if not isinstance(parameter, DTensor):
+        return Parameter(owner, name, kind="plain", size=size, replicas=())
+    if is_on_mesh_of_one(parameter) and dist.get_world_size() > 1:
+        kind = "mesh of one"
+    else:
+        kind = "DTensor"
+    return Parameter(owner, name, kind=kind, size=size, replicas=replicas_of(parameter))
 
 
 def is_on_mesh_of_one(parameter: DTensor) -> bool:
