@@ -3045,7 +3045,7 @@ CAUSES_OF_DRIFT = ("different_noise", "uneven_steps", "different_start", "stale_
 
 
 def compare(records: Sequence[Record]) -> list[Finding]:
-    """The findings of a check, from one record of each rank: those that ranks made alone, and those of the rules."""
+    """All findings of a check, from one record of each rank: those of single ranks, and those of the rules."""
     findings = findings_of_single_ranks(records)
     if len(records) > 1:
         for rule in RULES:
@@ -3057,17 +3057,23 @@ def compare(records: Sequence[Record]) -> list[Finding]:
 
 
 def findings_of_single_ranks(records: Sequence[Record]) -> list[Finding]:
-    """The findings that ranks made while they observed themselves. One that several ranks made is one of them all."""
+    """The findings that ranks made while they observed themselves.
+
+    The same finding of several ranks becomes one finding that names them all.
+    """
     ranks_of_finding: dict[Finding, set[int]] = {}  # {a finding without its ranks: the ranks that made it}
     for record in records:
         for finding in record.findings:
             without_ranks = replace(finding, ranks=())
             ranks_of_finding.setdefault(without_ranks, set()).update(finding.ranks)
-    return [replace(finding, ranks=tuple(sorted(ranks))) for finding, ranks in ranks_of_finding.items()]
+    findings = []
+    for without_ranks, ranks in ranks_of_finding.items():
+        findings.append(replace(without_ranks, ranks=tuple(sorted(ranks))))
+    return findings
 
 
 def without_repetitions(findings: Iterable[Finding]) -> list[Finding]:
-    """The findings in their order, each once. A line that runs in every step may have found the same each time."""
+    """The findings in their order, each once. A line that runs in every step may have led to the same one each time."""
     return list(dict.fromkeys(findings))  # a dictionary keeps the order in which its keys came
 
 
@@ -3094,8 +3100,9 @@ def sends_by_hand(records: Sequence[Record]) -> bool:
     Small tensors are taken for metrics, unless some parameter has their size.
     """
     for record in records:
-        sizes = {parameter.size for parameter in record.parameters.values()}
-        if record.sent_large or not record.sent_sizes.isdisjoint(sizes):
+        parameter_sizes = {parameter.size for parameter in record.parameters.values()}
+        sent_size_of_a_parameter = not record.sent_sizes.isdisjoint(parameter_sizes)
+        if record.sent_large or sent_size_of_a_parameter:
             return True
     return False
 
@@ -3107,10 +3114,10 @@ def common_steps(records: Sequence[Record]) -> list[list[Step]]:
     """
     if not records:
         return []
-    steps_of_ranks = []  # for each rank {(optimizer, number): the step}
+    steps_of_ranks = []  # for each rank: {(optimizer, number): the step}
     for record in records:
         steps_of_ranks.append({(step.optimizer, step.number): step for step in record.steps})
-    common = []
+    common: list[list[Step]] = []
     for optimizer_and_number in steps_of_ranks[0]:
         if all(optimizer_and_number in steps for steps in steps_of_ranks):
             common.append([steps[optimizer_and_number] for steps in steps_of_ranks])
@@ -3174,9 +3181,9 @@ def names_of(keys: Iterable[str]) -> str:
 
 
 def find_weights_that_differ(records: Sequence[Record]) -> list[Finding]:
-    """Find replicas of DDP's parameters, or of a DTensor, that differ. ``records`` has one Record of each rank.
+    """Find replicas that differ: copies of a parameter that DDP, or a DTensor's mesh, keeps on several ranks.
 
-    Replicas have to begin equal, and each step has to leave them equal.
+    Replicas have to begin equal, and each step has to leave them equal. ``records`` has one Record of each rank.
     """
     if has_different_gpus(records):  # their rounding may differ
         return []
@@ -3187,27 +3194,8 @@ def find_weights_that_differ(records: Sequence[Record]) -> list[Finding]:
             continue
         if left_out_steps(replicas.model, replica_records):  # a rule of its own reports them: find_uneven_steps
             continue
-        different_start = find_different_replicas_at_start(replicas, replica_records)
-        kind = replica_records[0].parameters[replicas.keys[0]].kind
-        if different_start is not None:
-            findings.append(different_start)
-        elif kind == "DTensor":
-            findings += find_gradients_that_differ(replicas, replica_records)
-        # A script that sends weights or gradients itself may mean DDP's replicas to differ for some steps.
-        elif not any(record.sent_large for record in replica_records):
-            findings += explain_drift(replicas, replica_records)
+        findings += compare_replicas(replicas, replica_records)
     return findings
-
-
-def find_different_replicas_at_start(replicas: "Replicas", replica_records: Sequence[Record]) -> Finding | None:
-    """A finding if replicas differ before the first step, or None. ``replica_records`` are those of their ranks."""
-    starts = [initial_weights(record) for record in replica_records]
-    different = [key for key in replicas.keys if not equal(start.get(key) for start in starts)]
-    if not different:
-        return None
-    code_line = replica_records[0].steps[0].code_line
-    sentence = f"{names_of(different)} differ on {listed(replicas.ranks)} before the first step."
-    return make_finding("different_start", code_line, replicas.ranks, sentence)
 
 
 @dataclass(frozen=True)
@@ -3219,6 +3207,35 @@ class Replicas:
     keys: list[str] = field(default_factory=list)
 
 
+def compare_replicas(replicas: Replicas, replica_records: Sequence[Record]) -> list[Finding]:
+    """The findings about one model's replicas. ``replica_records`` are the records of the ranks that hold them."""
+    different_start = find_different_start_of_replicas(replicas, replica_records)
+    if different_start is not None:
+        return [different_start]
+    kind = replica_records[0].parameters[replicas.keys[0]].kind
+    if kind == "DTensor":
+        return find_gradients_that_differ(replicas, replica_records)
+    # A script that sends weights or gradients itself may want DDP's replicas to differ for some steps.
+    script_may_average = any(record.sent_large for record in replica_records)
+    if script_may_average:
+        return []
+    return explain_drift(replicas, replica_records)
+
+
+def find_different_start_of_replicas(replicas: Replicas, replica_records: Sequence[Record]) -> Finding | None:
+    """A finding if replicas differ before the first step, or None. ``replica_records`` are those of their ranks."""
+    starts = [initial_weights(record) for record in replica_records]
+    different_keys = []
+    for key in replicas.keys:
+        if not equal(start.get(key) for start in starts):
+            different_keys.append(key)
+    if not different_keys:
+        return None
+    code_line = replica_records[0].steps[0].code_line
+    sentence = f"{names_of(different_keys)} differ on {listed(replicas.ranks)} before the first step."
+    return make_finding("different_start", code_line, replicas.ranks, sentence)
+
+
 def records_with(replicas: Replicas, records: Sequence[Record]) -> list[Record]:
     """The records of the ranks that hold these replicas."""
     first_key = replicas.keys[0]
@@ -3226,21 +3243,24 @@ def records_with(replicas: Replicas, records: Sequence[Record]) -> list[Record]:
 
 
 def replicated_parameters(records: Sequence[Record]) -> list[Replicas]:
-    """Which parameters should be equal on which ranks, one entry for each model and its ranks."""
-    groups: dict[tuple[str, tuple[int, ...]], Replicas] = {}
+    """Which parameters should be equal on which ranks: one Replicas for each model and each set of ranks."""
+    groups: dict[tuple[str, tuple[int, ...]], Replicas] = {}  # {(model, ranks): the replicas}
     for record in records:
         for key, parameter in record.parameters.items():
-            if len(parameter.replicas) < 2:
+            has_replicas = len(parameter.replicas) > 1
+            if not has_replicas:
                 continue
             model_and_ranks = (parameter.model, parameter.replicas)
-            replicas = groups.setdefault(model_and_ranks, Replicas(parameter.model, parameter.replicas))
-            if key not in replicas.keys:
-                replicas.keys.append(key)
+            if model_and_ranks not in groups:
+                groups[model_and_ranks] = Replicas(parameter.model, parameter.replicas)
+            keys = groups[model_and_ranks].keys
+            if key not in keys:
+                keys.append(key)
     return list(groups.values())
 
 
 def explain_drift(replicas: Replicas, replica_records: Sequence[Record]) -> list[Finding]:
-    """If replicas of a model inside DDP come to differ: one finding, with the reason if that is known. Else [].
+    """One finding if replicas of a model inside DDP come to differ, with the reason if that is known; otherwise [].
 
     ``replica_records`` are the records of the ranks that hold the replicas.
     """
@@ -3279,18 +3299,24 @@ def find_drift(replicas: Replicas, replica_records: Sequence[Record]) -> Drift |
         if has_checksums or replicas.model in step_of_first_rank.calls:
             suspects.append(steps)
         if has_checksums:
-            different = [key for key in replicas.keys if not equal(step.after.get(key) for step in steps)]
-            if different:
-                return Drift(different, suspects)
+            different_keys = []
+            for key in replicas.keys:
+                if not equal(step.after.get(key) for step in steps):
+                    different_keys.append(key)
+            if different_keys:
+                return Drift(different_keys, suspects)
             suspects = []
     return None
 
 
 def reason_to_drift(replicas: Replicas, steps: Sequence[Step]) -> Finding | None:
-    """The mistake that makes DDP's replicas differ after one step, or None if none is known.
+    """The mistake that makes DDP's replicas differ after one step, or None if none is known. Known are:
 
-    ``steps`` is what each rank has recorded of this one step: [rank 0's Step, rank 1's Step, …]. The mistakes are a
-    last call in no_sync, calls past DDP, and learning rates that differ.
+    - not_synchronized: the last call before the step is inside no_sync.
+    - around_the_wrapper: the module inside DDP is called, and not DDP.
+    - different_rates: the ranks have different learning rates.
+
+    ``steps`` is what each rank has recorded of this one step: [rank 0's Step, rank 1's Step, …].
     """
     for step in steps:
         calls = step.calls[replicas.model]  # how this rank called the model before the step
@@ -3302,16 +3328,20 @@ def reason_to_drift(replicas: Replicas, steps: Sequence[Step]) -> Finding | None
             return make_finding("around_the_wrapper", calls.past_wrapper, replicas.ranks, sentence)
     if equal(step.rates for step in steps):
         return None
-    first_rates = [f"{step.rates[0]:g}" for step in steps if step.rates]  # usually there is one group of parameters
-    different_rates = list(dict.fromkeys(first_rates))  # each once, in the order of ranks
+    different_rates: list[str] = []  # in the order of ranks
+    for step in steps:
+        if step.rates:
+            rate = f"{step.rates[0]:g}"  # of the first group of parameters, which is usually the only one
+            if rate not in different_rates:
+                different_rates.append(rate)
     sentence = (
         f"From step {steps[0].number} on, replicas use different learning rates: {' and '.join(different_rates)}."
     )
     return make_finding("different_rates", steps[0].code_line, replicas.ranks, sentence)
 
 
-# By rounding, even to bfloat16, the means of two replicas' gradients differ by less than this part of the largest mean
-# of any parameter. Of any, because a gradient that is small beside the others may be nothing but rounding.
+# Rounding, even to bfloat16, makes the means of two replicas' gradients differ by less than this part of the largest
+# mean of all parameters. All parameters count, because a gradient that is small beside the others may be only rounding.
 ROUNDING_OF_MEANS = 0.05
 
 
@@ -3328,7 +3358,8 @@ def find_gradients_that_differ(replicas: Replicas, replica_records: Sequence[Rec
         tolerance = ROUNDING_OF_MEANS * max(means_of_all_parameters, default=0.0)
         for key in replicas.keys:
             means = [step.gradient_means[key] for step in steps if key in step.gradient_means]  # one of each rank
-            if len(means) < len(steps):  # a rank has no gradient of this parameter
+            a_rank_has_no_gradient = len(means) < len(steps)
+            if a_rank_has_no_gradient:
                 continue
             if max(means) - min(means) > tolerance:
                 ranks = listed(replicas.ranks)
@@ -3375,7 +3406,10 @@ def find_unwrapped(records: Sequence[Record]) -> list[Finding]:
 
 
 def first_step_of_drift(records: Sequence[Record]) -> Step | None:
-    """The first step after which the ranks' weights differ for good, or None. Something may average them at times."""
+    """The first step after which the ranks' weights differ and do not become equal again, or None.
+
+    They do become equal again where the script averages them every few steps.
+    """
     first_step = None
     for steps in common_steps(records):
         if not steps[0].after:  # no checksums were recorded after this step
@@ -3388,16 +3422,18 @@ def first_step_of_drift(records: Sequence[Record]) -> Step | None:
 
 
 def divides_one_training(records: Sequence[Record]) -> bool:
-    """Whether the script shows that the ranks train one model: it divides a dataset among them, or rank 0 saves it.
+    """Whether the script shows that the ranks train one model: it divides a dataset among them, or only rank 0 saves.
 
     Otherwise each rank may train a model of its own on purpose, as in a search for the best settings.
     """
-    divides_data = True
-    for record in records:
-        if not any(epoch.divided and epoch.steps > 0 for epoch in record.epochs):
-            divides_data = False
     saving_ranks = [record.rank for record in records if record.saves]
-    return divides_data or saving_ranks == [0]
+    only_rank_0_saves = saving_ranks == [0]
+    return only_rank_0_saves or all(trains_on_divided_data(record) for record in records)
+
+
+def trains_on_divided_data(record: Record) -> bool:
+    """Whether a rank has trained on its part of a dataset that a DistributedSampler divides."""
+    return any(epoch.divided and epoch.steps > 0 for epoch in record.epochs)
 
 
 def find_different_start(records: Sequence[Record]) -> list[Finding]:
@@ -3413,7 +3449,7 @@ def find_different_start(records: Sequence[Record]) -> list[Finding]:
     if not different:
         return []
     for steps in common_steps(records):
-        is_first_of_optimizer = bool(steps[0].before)  # the weights before a step are recorded of these alone
+        is_first_of_optimizer = len(steps[0].before) > 0  # only before these steps are the weights recorded
         if is_first_of_optimizer and not applies_equal_gradients(steps):
             return []
     ranks = [record.rank for record in records]
@@ -3473,7 +3509,7 @@ def models_of(records: Sequence[Record]) -> list[str]:
 
 
 def data_parallel_models(records: Sequence[Record]) -> Iterator[tuple[str, list[Record]]]:
-    """Yields (name, records) of each model that several ranks train on data of their own, with these ranks' records."""
+    """Yields each model that several ranks should train on different data: (its name, the records of these ranks)."""
     for model in models_of(records):
         ranks = data_parallel_ranks(model, records)
         model_records = []
@@ -3531,12 +3567,17 @@ def pairs_of_ranks(model: str, model_records: Sequence[Record]) -> Iterator[Pair
     for first, second in itertools.combinations(model_records, 2):
         first_calls = forwards_of(first, model)
         second_calls = forwards_of(second, model)
-        calls_of_both = min(len(first_calls), len(second_calls))
-        yield PairOfRanks(first, second, first_calls[:calls_of_both], second_calls[:calls_of_both])
+        count = min(len(first_calls), len(second_calls))  # how many calls both ranks have made
+        yield PairOfRanks(
+            first=first,
+            second=second,
+            first_calls=first_calls[:count],
+            second_calls=second_calls[:count],
+        )
 
 
 def pairs_of_epochs(model: str, first: Record, second: Record) -> Iterator[tuple[Epoch, Epoch]]:
-    """Yields the first epoch of both ranks in which they train a model, then the second of both, and so on.
+    """Yields the first epoch in which each of two ranks trains a model, then the second of each, and so on.
 
     It ends with the last epoch that both have begun.
     """
@@ -3551,40 +3592,49 @@ def find_same_samples(records: Sequence[Record]) -> list[Finding]:
     findings = []
     for model, model_records in data_parallel_models(records):
         for pair in pairs_of_ranks(model, model_records):
-            different_batches = {call.inputs for call in pair.first_calls}  # checksums of the batches of the first rank
-            trains_on_one_batch = len(different_batches) <= 1  # again and again, as a benchmark does
-            elements = sum(call.elements for call in pair.first_calls)
-            may_be_chance = elements < FEWEST_ELEMENTS
-            if pair.has_equal_inputs() and not trains_on_one_batch and not may_be_chance:
-                sentence = f"{listed(pair.ranks).capitalize()} train on the same {len(different_batches)} batches."
-                code_line = source_of(pair.first, pair.first_calls[0])
-                findings.append(make_finding("same_samples", code_line, pair.ranks, sentence))
-            else:
-                rows = max((call.rows for call in pair.first_calls), default=0)
-                findings += find_same_indices(model, pair.first, pair.second, rows)
+            finding = find_same_inputs(pair)
+            if finding is None:
+                finding = find_same_indices(model, pair)
+            if finding is not None:
+                findings.append(finding)
     return merged(findings)
 
 
+def find_same_inputs(pair: PairOfRanks) -> Finding | None:
+    """A finding if the model gets the same inputs on both ranks in each call, or None."""
+    different_batches = {call.inputs for call in pair.first_calls}  # checksums of the batches of the first rank
+    trains_on_one_batch = len(different_batches) <= 1  # again and again, as a benchmark does
+    may_be_chance = sum(call.elements for call in pair.first_calls) < FEWEST_ELEMENTS
+    if trains_on_one_batch or may_be_chance or not pair.has_equal_inputs():
+        return None
+    sentence = f"{listed(pair.ranks).capitalize()} train on the same {len(different_batches)} batches."
+    code_line = source_of(pair.first, pair.first_calls[0])
+    return make_finding("same_samples", code_line, pair.ranks, sentence)
+
+
 def source_of(record: Record, forward: Forward) -> CodeLine:
-    """The line of the loop over the loader that is trained on, or else that of the model's call."""
+    """The line of the first loop over a loader that a rank trains on, or that of the model's call if there is none."""
     for epoch in record.epochs:
         if epoch.steps:
             return epoch.code_line
     return forward.code_line
 
 
-def find_same_indices(model: str, first: Record, second: Record, rows: int) -> list[Finding]:
-    """Find loaders that give two ranks, which train one model, the same samples: one finding, or [].
+def find_same_indices(model: str, pair: PairOfRanks) -> Finding | None:
+    """A finding if a loader gives both ranks, which train one model, the same samples, or None.
 
-    The batches may look different, because each rank augments its own samples. So the indices are compared, which the
-    sampler has given to the loader. ``rows`` is the largest number of samples with which the model was called.
+    The batches may look different, because each rank augments its own samples. So the indices are compared that the
+    sampler has given to the loader.
     """
-    for epoch, other_epoch in pairs_of_epochs(model, first, second):
+    rows_of_calls = [call.rows for call in pair.first_calls]
+    most_rows_of_calls = max(rows_of_calls, default=0)
+    for epoch, other_epoch in pairs_of_epochs(model, pair.first, pair.second):
         has_same_dataset = epoch.dataset is not None and epoch.dataset == other_epoch.dataset
         is_same_loader = epoch.loader == other_epoch.loader  # the first that each rank made, or the second, …
         if not has_same_dataset or not is_same_loader:
             continue
-        takes_a_part = rows < epoch.rows  # each rank loads the batch of all ranks, and trains on its own rows of it
+        # Each rank may load the batch of all ranks, and train on its own rows of it.
+        takes_a_part = most_rows_of_calls < epoch.rows
         if takes_a_part:
             continue
         both_trained_on_it = epoch.steps >= FEWEST_BATCHES and other_epoch.steps >= FEWEST_BATCHES
@@ -3592,10 +3642,9 @@ def find_same_indices(model: str, first: Record, second: Record, rows: int) -> l
         if not both_trained_on_it or may_be_chance:
             continue
         if equal_beginnings(epoch.indices, other_epoch.indices):
-            ranks = (first.rank, second.rank)
-            sentence = f"The {epoch.sampler} gives {listed(ranks)} the same indices of the same dataset."
-            return [make_finding("same_samples", epoch.code_line, ranks, sentence)]
-    return []
+            sentence = f"The {epoch.sampler} gives {listed(pair.ranks)} the same indices of the same dataset."
+            return make_finding("same_samples", epoch.code_line, pair.ranks, sentence)
+    return None
 
 
 def equal_beginnings(first: list[int], second: list[int]) -> bool:
@@ -3608,9 +3657,9 @@ def equal_beginnings(first: list[int], second: list[int]) -> bool:
 
 
 def merged(findings: Sequence[Finding]) -> list[Finding]:
-    """Join findings of one kind at one line, each about two ranks, to one finding about all these ranks.
+    """Merge findings of the same kind at the same line, each about two ranks, into one finding about all these ranks.
 
-    So "Ranks 0 and 1 …" and "Ranks 0 and 2 …" become "Ranks 0, 1 and 2 …".
+    For example "Ranks 0 and 1 …" and "Ranks 0 and 2 …" become "Ranks 0, 1 and 2 …".
     """
     by_line: dict[tuple[str, str, int], Finding] = {}  # {(kind, file, line): the findings there so far, as one}
     for finding in findings:
@@ -3756,24 +3805,25 @@ def repeats_order(earlier: Epoch, later: Epoch) -> bool:
 
 
 def wrapped_models(records: Sequence[Record]) -> Iterator[tuple[str, list[Record]]]:
-    """Yields (name, records) of each wrapped model, with the records of the ranks that average its gradients.
+    """Yields each wrapped model: (its name, the records of the ranks that average its gradients).
 
     A model inside torch's Join is left out, because there some ranks may call it less often than others.
     """
     for model in models_of(records):
-        model_records = [record for record in records if model in record.models and record.steps]
-        if not model_records or any(record.models[model].joins for record in model_records):
+        records_with_model = [record for record in records if model in record.models and record.steps]
+        if not records_with_model:
             continue
-        description = model_records[0].models[model]
-        if description.wrapper:
-            yield model, [record for record in model_records if record.rank in description.data_ranks]
+        is_in_join = any(record.models[model].joins for record in records_with_model)
+        description = records_with_model[0].models[model]
+        if description.wrapper and not is_in_join:
+            yield model, [record for record in records_with_model if record.rank in description.data_ranks]
 
 
 def find_calls_on_some_ranks(records: Sequence[Record]) -> list[Finding]:
     """Find a wrapped model that some ranks call more often than others before a step, as to validate on rank 0 alone.
 
-    These calls communicate, so they pair up with other calls of the other ranks. ``records`` has one Record of each
-    rank. One finding is enough: the counts go on, so after the first difference all later steps differ, too.
+    These calls communicate, so they pair up with different calls of the other ranks. One finding is enough: the counts
+    go on, so after the first difference all later steps differ, too. ``records`` has one Record of each rank.
     """
     for model, model_records in wrapped_models(records):
         for steps in common_steps(model_records):
@@ -3807,7 +3857,8 @@ def compare_calls(calls_of_ranks: dict[int, Calls], step: Step) -> Finding | Non
     # between the first two steps, where DDP also broadcasts how it divides the gradients into buckets.
     without_gradients = {rank: calls.to_broadcast for rank, calls in calls_of_ranks.items()}
     if not equal(without_gradients.values()):
-        return replace(uneven_calls(without_gradients, "without gradients", calls_of_ranks, step), is_note=True)
+        finding = uneven_calls(without_gradients, "without gradients", calls_of_ranks, step)
+        return replace(finding, is_note=True)
     return None
 
 
@@ -3815,22 +3866,24 @@ def uneven_calls(counts: dict[int, int], manner: str, calls_of_ranks: dict[int, 
     """The finding that some ranks have called a wrapped model more often than others before ``step``.
 
     ``counts`` is {rank: how often}, and ``manner`` says which calls are counted: "with gradients". ``calls_of_ranks``
-    has the lines of the calls. The finding is at a line that only the rank with the most calls has, if there is one.
+    has the lines of the calls. The finding is at a line that only a rank with the most calls has, if there is one.
     """
-    rank_with_most = max(counts, key=lambda rank: counts[rank])
-    rank_with_fewest = min(counts, key=lambda rank: counts[rank])
-    fewest = counts[rank_with_fewest]
+    most = max(counts.values())
+    fewest = min(counts.values())
+    ranks_with_most = [rank for rank, count in counts.items() if count == most]
+    ranks_with_fewest = [rank for rank, count in counts.items() if count == fewest]
     ranks_with_more = [rank for rank, count in counts.items() if count > fewest]
     sentence = (
-        f"Before step {step.number}, the wrapped model is called {manner} {counts[rank_with_most]} times on "
+        f"Before step {step.number}, the wrapped model is called {manner} {most} times on "
         f"{listed(ranks_with_more)} and {fewest} times elsewhere."
     )
-    code_line = step.code_line
-    lines_elsewhere = calls_of_ranks[rank_with_fewest].code_lines
-    for line in calls_of_ranks[rank_with_most].code_lines:
-        if line not in lines_elsewhere:
-            code_line = line
-            break
+    lines_of_most = calls_of_ranks[ranks_with_most[0]].code_lines
+    lines_of_fewest = calls_of_ranks[ranks_with_fewest[0]].code_lines
+    lines_only_of_most = [line for line in lines_of_most if line not in lines_of_fewest]
+    if lines_only_of_most:
+        code_line = lines_only_of_most[0]
+    else:
+        code_line = step.code_line
     return make_finding("rank_alone", code_line, ranks_with_more, sentence)
 
 
@@ -3850,23 +3903,29 @@ def left_out_steps(model: str, model_records: Sequence[Record]) -> list[LeftOutS
     left_out = []
     for optimizer in optimizers_of(model, model_records):
         steps_of_ranks = {record.rank: steps_by_backward(record, optimizer, model) for record in model_records}
-        if not all(steps_of_ranks.values()):  # a rank has made no step at all
+        a_rank_has_no_step = any(len(own_steps) == 0 for own_steps in steps_of_ranks.values())
+        if a_rank_has_no_step:
             continue
-        # Steps after the last backward pass that every rank has come to may still follow on a slower rank.
+        # A slower rank may yet make the steps after the last backward pass that every rank has come to.
         last_of_all = min(max(own_steps) for own_steps in steps_of_ranks.values())
+        steps_of_any_rank: dict[
+            int, Step
+        ] = {}  # {number of the backward pass: the step of the first rank that made it}
+        for own_steps in steps_of_ranks.values():
+            for backward, step in own_steps.items():
+                steps_of_any_rank.setdefault(backward, step)
         for rank, own_steps in steps_of_ranks.items():
-            for steps_of_other in steps_of_ranks.values():
-                for backward, step in steps_of_other.items():
-                    if backward <= last_of_all and backward not in own_steps:
-                        left_out.append(LeftOutStep(rank, step))
+            for backward, step in steps_of_any_rank.items():
+                if backward <= last_of_all and backward not in own_steps:
+                    left_out.append(LeftOutStep(rank, step))
     return left_out
 
 
 def steps_by_backward(record: Record, optimizer: int, model: str) -> dict[int, Step]:
-    """A rank's steps of an optimizer: {number of the backward pass of the model before it: the step}.
+    """A rank's steps of an optimizer: {number of the last backward pass of the model before the step: the step}.
 
-    Only backward passes that average gradients have a number. All ranks take part in these, so the number is the same
-    on all ranks, and says which of their steps belong together.
+    Only backward passes that average gradients are counted. All ranks take part in these, so a pass has the same number
+    on all ranks, and the number says which of their steps belong together.
     """
     steps = {}
     for step in record.steps:
@@ -3879,12 +3938,14 @@ def optimizers_of(model: str, model_records: Sequence[Record]) -> list[int]:
     """The numbers of the optimizers that have parameters of a model, in order."""
     numbers = set()
     for record in model_records:
-        numbers |= {step.optimizer for step in record.steps if model in step.calls}
+        for step in record.steps:
+            if model in step.calls:
+                numbers.add(step.optimizer)
     return sorted(numbers)
 
 
 def find_uneven_steps(records: Sequence[Record]) -> list[Finding]:
-    """Find steps of an optimizer that some ranks leave out, as a rank may do that skips a step after a large loss.
+    """Find steps of an optimizer that some ranks leave out, for example because they skip a step after a large loss.
 
     ``records`` has one Record of each rank.
     """
@@ -3909,12 +3970,12 @@ def find_different_buffers(records: Sequence[Record]) -> list[Finding]:
 
     The sum then depends on which rank evaluates which data. ``records`` has one Record of each rank.
     """
-    for evaluations in evaluations_to_compare(records):
-        first = evaluations[0].evaluation
+    for parts in evaluations_to_compare(records):
+        first = parts[0].evaluation
         for buffer in first.buffers:
-            checksums_of_ranks = [one_rank.evaluation.buffers.get(buffer) for one_rank in evaluations]
+            checksums_of_ranks = [part.evaluation.buffers.get(buffer) for part in parts]
             if not equal(checksums_of_ranks):
-                ranks = [one_rank.rank for one_rank in evaluations]
+                ranks = [part.rank for part in parts]
                 sentence = f"{buffer} differs on {listed(ranks)}, whose results are then added up."
                 return [make_finding("different_buffers", first.code_line, ranks, sentence)]
     return []
@@ -3929,9 +3990,9 @@ class EvaluationOfRank:
 
 
 def evaluations_to_compare(records: Sequence[Record]) -> list[list[EvaluationOfRank]]:
-    """The evaluations in which several ranks evaluate one model on different data, each as a list of the ranks' parts.
+    """The evaluations in which several ranks evaluate one model on different data: a list of the ranks' parts for each.
 
-    Only evaluations whose results are added up count, and only ranks that have equal weights are comparable.
+    Only evaluations whose results are added up are compared, and only if all ranks have equal weights.
     """
     parts_of: dict[tuple[str, int], list[EvaluationOfRank]] = {}  # {(model, number of the evaluation): its parts}
     for record in records:
@@ -3975,23 +4036,31 @@ def find_own_losses(records: Sequence[Record]) -> list[Finding]:
     return []
 
 
+@dataclass(frozen=True)
+class WrittenFile:
+    """A file that ranks of a host write for the first time after they have made so many steps."""
+
+    host: str
+    path: str
+    steps_made: int
+
+
 def find_same_files(records: Sequence[Record]) -> list[Finding]:
     """Find files that several ranks of one host write at about the same time. ``records`` has one Record of each rank.
 
     It is about the same time if the ranks have made the same number of steps when each first writes the file.
     """
-    writers: dict[tuple[str, str, int], dict[int, CodeLine]] = {}  # {(host, path, steps made): {rank: its line}}
+    writers: dict[WrittenFile, dict[int, CodeLine]] = {}  # {a file: {rank that writes it: the line of the rank}}
     for record in records:
         for path, save in record.saves.items():
-            line_of_rank = writers.setdefault((record.host, path, save.steps_made), {})
-            line_of_rank[record.rank] = save.code_line
+            file = WrittenFile(record.host, path, save.steps_made)
+            writers.setdefault(file, {})[record.rank] = save.code_line
     findings = []
-    for (_, path, _), line_of_rank in writers.items():
-        if len(line_of_rank) > 1:
-            ranks = list(line_of_rank)
-            first_line = line_of_rank[ranks[0]]
-            sentence = f"{listed(ranks).capitalize()} all write {os.path.basename(path)} at the same time."
-            findings.append(make_finding("same_file", first_line, ranks, sentence))
+    for file, line_of_rank in writers.items():
+        ranks = list(line_of_rank)
+        if len(ranks) > 1:
+            sentence = f"{listed(ranks).capitalize()} all write {os.path.basename(file.path)} at the same time."
+            findings.append(make_finding("same_file", line_of_rank[ranks[0]], ranks, sentence))
     return findings
 
 
