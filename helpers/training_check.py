@@ -343,7 +343,7 @@ class Model:
     wrapper: str
     data_ranks: tuple[int, ...]
     communicates: bool = False  # in its own forward, as with experts or a divided sequence
-    joins: bool = False  # inside torch's Join, where ranks may make different numbers of steps
+    is_in_join: bool = False  # inside torch's Join, where ranks may make different numbers of steps
 
 
 @dataclass
@@ -383,25 +383,25 @@ class Calls:
     to_broadcast: int  # calls without gradients in which DDP broadcasts its buffers
     averaged: int  # backward passes that averaged the gradients
     synchronized: bool = False  # whether the gradients of a call since the last step are to be averaged
-    in_no_sync: CodeLine | None = None  # the last call before the step, if it was in no_sync
-    past_wrapper: CodeLine | None = None  # a call of the wrapped module itself, past its wrapper
+    line_in_no_sync: CodeLine | None = None  # the last call before the step, if it was in no_sync
+    line_past_wrapper: CodeLine | None = None  # a call of the wrapped module itself, past its wrapper
     code_lines: list[CodeLine] = field(default_factory=list)  # the lines of the calls that are counted
 
 
 @dataclass
 class Step:
-    """One step of an optimizer. The dictionaries from ``before`` on have the parameters' keys (see Record)."""
+    """One step of an optimizer. The dictionaries of weights and gradients have the parameters' keys (see Record)."""
 
     optimizer: int  # which of the rank's optimizers, from 0
     number: int  # which of the optimizer's steps, from 1
     code_line: CodeLine
-    rates: tuple[float, ...]  # the learning rate of each group of parameters
+    learning_rates: tuple[float, ...]  # the learning rate of each group of parameters
     settings: int  # a checksum of the optimizer's other settings
     calls: dict[str, Calls]  # by the model's name
-    before: dict[str, int] = field(default_factory=dict)  # checksums of the weights before the first step
+    weights_before: dict[str, int] = field(default_factory=dict)  # checksums, for the optimizer's first step only
     gradients: dict[str, int] = field(default_factory=dict)  # checksums
     gradient_means: dict[str, float] = field(default_factory=dict)  # mean absolute values, of DTensors only
-    after: dict[str, int] = field(default_factory=dict)  # checksums of the weights after the step
+    weights_after: dict[str, int] = field(default_factory=dict)  # checksums
 
 
 @dataclass
@@ -423,7 +423,7 @@ class Epoch:
     random_draws: list[int] = field(default_factory=list)
     models: list[str] = field(default_factory=list)  # the models that got its batches while gradients were recorded
     steps: int = 0  # steps of an optimizer after a batch of this loader
-    evaluated: int = 0  # batches that a model got while no gradients were recorded
+    batches_evaluated: int = 0  # batches that a model got while no gradients were recorded
     rows: int = 0  # samples in its largest batch, see ``most_rows``
 
 
@@ -442,12 +442,12 @@ class Evaluation:
 
 @dataclass
 class Dropout:
-    """A dropout on a tensor-parallel rank: checksums of its input and its output."""
+    """A call of a dropout on a tensor-parallel rank. ``input`` and ``output`` are checksums."""
 
     code_line: CodeLine
     ranks: tuple[int, ...]  # of the tensor-parallel group
-    before: int
-    after: int
+    input: int
+    output: int
 
 
 @dataclass(frozen=True)
@@ -479,8 +479,10 @@ class Record:
     loss_reads: list[CodeLine] = field(default_factory=list)
     saves: dict[str, Save] = field(default_factory=dict)  # by the file's path
     # What the script's own code communicates, and not DDP, fully_shard or another part of torch for it:
-    sent_large: bool = False  # whether it sends tensors that may be gradients or weights
-    sent_sizes: set[int] = field(default_factory=set)  # the numbers of elements of the small tensors that it sends
+    sends_large_tensors: bool = False  # whether it sends tensors that may be gradients or weights
+    sizes_of_small_tensors: set[int] = field(
+        default_factory=set
+    )  # the numbers of elements of the small tensors that it sends
     averages_gradients: bool = False  # whether it sends the gradient of each parameter before a step
     findings: list[Finding] = field(default_factory=list)  # of which one rank can be certain alone
     failures: list[str] = field(default_factory=list)  # tracebacks of this check itself
@@ -774,29 +776,38 @@ def checksum_tensor(tensor: torch.Tensor) -> torch.Tensor:
     words in another order give another sum. The tensor is summed in chunks of CHUNK bytes, which bounds the memory for
     the products. A tensor whose bytes cannot be read, such as a sparse one, has the checksum 0.
     """
-    data = local_part(tensor).detach()
-    has_readable_bytes = data.layout == torch.strided and not data.is_quantized and not data.is_meta
-    if not has_readable_bytes:
+    all_bytes = bytes_of(tensor)
+    if all_bytes is None:
         return torch.zeros((), dtype=torch.int64)
-    if data.untyped_storage().nbytes() == 0:  # it is empty, or fully_shard has freed it
-        return torch.zeros((), dtype=torch.int64)
-    if data.is_complex():
-        data = torch.view_as_real(data.resolve_conj())
-    all_bytes = data.resolve_neg().contiguous().flatten().view(torch.uint8)
 
     # The sum begins with the number of bytes, so that zeros at the end change it, too.
-    total = torch.full((), all_bytes.numel(), dtype=torch.int64, device=data.device)
+    total = torch.full((), all_bytes.numel(), dtype=torch.int64, device=all_bytes.device)
     word_size = 8  # bytes
     words_per_chunk = CHUNK // word_size
     for chunk_number, chunk in enumerate(all_bytes.split(CHUNK)):
         missing_bytes = -len(chunk) % word_size  # zeros that complete the last word of the tensor
         words = nn.functional.pad(chunk, (0, missing_bytes)).view(torch.int64)
         first_factor = 2 * chunk_number * words_per_chunk + 1
-        odd_factors = torch.arange(first_factor, first_factor + 2 * len(words), 2, device=data.device)
+        odd_factors = torch.arange(first_factor, first_factor + 2 * len(words), 2, device=all_bytes.device)
         products = words * odd_factors  # integers of torch wrap at 2**64
         mixed = products ^ (products >> 32)  # so that the upper half of each product changes the lower half
         total += mixed.sum()
     return total
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The bytes of a tensor's values as a flat tensor of dtype uint8, or None if they cannot be read.
+
+    They cannot be read from a sparse, quantized or meta tensor, nor from one whose memory fully_shard has freed.
+    """
+    data = local_part(tensor).detach()
+    has_bytes = data.layout == torch.strided and not data.is_quantized and not data.is_meta
+    if not has_bytes or data.untyped_storage().nbytes() == 0:
+        return None
+    # A view may be marked to be conjugated or negated only when it is read.
+    if data.is_complex():
+        data = torch.view_as_real(data.resolve_conj())
+    return data.resolve_neg().contiguous().flatten().view(torch.uint8)
 
 
 def checksums(tensors: Sequence[torch.Tensor | None]) -> list[int]:
@@ -805,16 +816,15 @@ def checksums(tensors: Sequence[torch.Tensor | None]) -> list[int]:
     A copy from a GPU to the host waits for the GPU. So all checksums of one device are computed first, and then copied
     to the host at once.
     """
-    sum_of_index: dict[int, torch.Tensor] = {}  # {index of a tensor in the list: its checksum, still on its device}
+    on_devices: dict[torch.device, dict[int, torch.Tensor]] = {}  # {device: {index of a tensor: its checksum}}
     for index, tensor in enumerate(tensors):
         if tensor is not None:
-            sum_of_index[index] = checksum_tensor(tensor)
+            checksum = checksum_tensor(tensor)
+            on_devices.setdefault(checksum.device, {})[index] = checksum
     results = [0] * len(tensors)
-    devices = {checksum.device for checksum in sum_of_index.values()}
-    for device in devices:
-        indices = [index for index, checksum in sum_of_index.items() if checksum.device == device]
-        sums_on_device = torch.stack([sum_of_index[index] for index in indices])
-        for index, value in zip(indices, sums_on_device.tolist(), strict=True):
+    for checksum_of_index in on_devices.values():
+        values = torch.stack(list(checksum_of_index.values())).tolist()
+        for index, value in zip(checksum_of_index, values, strict=True):
             results[index] = value
     return results
 
@@ -845,7 +855,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def most_rows(tensors: Sequence[torch.Tensor]) -> int:
     """The largest first dimension among tensors, which is the number of samples if they are a batch; 0 without any."""
-    return max((tensor.shape[0] for tensor in tensors if tensor.dim() > 0), default=0)
+    rows = [tensor.shape[0] for tensor in tensors if tensor.dim() > 0]
+    return max(rows, default=0)
 
 
 def random_state(device: torch.device) -> int:
@@ -917,11 +928,15 @@ def dataset_checksum(dataset: Any, depth: int = 2) -> int | None:
 
 
 def summary_of(value: Any, depth: int) -> tuple[Any, ...]:
-    """A few values that distinguish an attribute of a dataset from the same attribute on another rank.
+    """A few values that distinguish an attribute of a dataset from the same attribute on another rank:
 
-    For example (60000, ["a.png", "z.png"], [], []) for a list of 60,000 file names. It is empty for an attribute that
-    distinguishes nothing. An attribute may be an object that can be indexed, such as a dataset that this one wraps; of
-    such objects ``depth`` levels are looked into.
+    - of a tensor, its shape and a checksum of its first rows;
+    - of a text or a number, itself;
+    - of a list, what ``summary_of_list`` says;
+    - of an object that can be indexed, such as a dataset that this one wraps, a checksum of its attributes;
+    - nothing of anything else.
+
+    ``depth`` says how many levels of objects in objects are looked into.
     """
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), checksums_of_first_rows([value]))
@@ -936,8 +951,10 @@ def summary_of(value: Any, depth: int) -> tuple[Any, ...]:
 
 
 def summary_of_list(items: Sequence[Any]) -> tuple[Any, ...]:
-    """A few values that distinguish a list from others: its length, its two ends, and the tensors in it."""
-    # These are enough to distinguish a list of a million file names from another.
+    """A few values that distinguish a list from another: its length, its two ends, and the tensors in it.
+
+    For a list of 60,000 file names they are (60000, ["a.png", "z.png"], [], []).
+    """
     ends = [items[0], items[-1]]
     plain_ends = [end for end in ends if isinstance(end, (str, int, float, tuple))]
     tensors = [item for item in items if isinstance(item, torch.Tensor)]
@@ -958,15 +975,15 @@ def checksums_of_first_rows(tensors: Sequence[torch.Tensor]) -> list[int]:
 # --- what all observers use: replaced functions of torch --------------------------------------------------------------
 # Patches has the list of what was replaced, and restores it at the end. The limits below hold for all observers.
 
-# A tensor of at most so many elements is taken for a metric, unless a parameter has the same size.
-LARGEST_METRIC = 16
+LARGEST_METRIC = 16  # elements of a tensor that is taken for a metric, unless a parameter has the same size
 LARGEST_OBJECT = 4096  # bytes of a pickled Python object that is taken for metrics, and not for a model's state
-# With fewer samples an order, or a number that a script adds up, may be equal to another one by chance:
-FEWEST_SAMPLES = 8
-# Likewise, the first batches of two epochs:
-FEWEST_BATCHES = 2
-# Likewise, how many numbers of a batch may be equal to those of another batch by chance:
-FEWEST_ELEMENTS = 32
+
+# With fewer of these, what is compared may be equal by chance:
+FEWEST_SAMPLES = 8  # of a dataset, if its order is compared, or the number of its samples
+FEWEST_BATCHES = 2  # at the beginning of two epochs
+FEWEST_ELEMENTS = 32  # numbers in the batches of two ranks
+FEWEST_DRAWS = 3  # batches, or calls of a model, whose random numbers are compared
+
 # Records of the first batches, calls and failures are enough for a comparison, and must not grow with the training:
 MOST_BATCHES = 32  # in each epoch
 MOST_DROPOUTS = 64
@@ -1098,7 +1115,7 @@ class Patches:
     def around(
         self, owner: Any, name: str, method: Callable[..., Any], in_worker: Callable[..., Any] | None = None
     ) -> None:
-        """From now on, call ``method`` in the place of a function of a class or a module, ``owner.name``.
+        """From now on, call ``method`` in place of ``owner.name``, a function of a class or a module.
 
         After ``around(GradScaler, "step", step_scaler)``, a script's ``scaler.step(optimizer)`` is
         ``step_scaler(GradScaler.step, scaler, optimizer)``. The method calls the function that it gets, because it has
@@ -1121,7 +1138,7 @@ class Patches:
         self.replace(owner, name, replacement)
 
     def replace(self, owner: Any, name: str, replacement: Any) -> None:
-        """Put a function in the place of ``owner.name``, until ``remove``. The owner is a class or a module."""
+        """Replace the function ``owner.name`` until ``remove``. The owner is a class or a module."""
         original = getattr(owner, name)
         is_class = isinstance(owner, type)
         is_inherited = is_class and name not in vars(owner)
@@ -1424,7 +1441,7 @@ class LoaderObserver:
         epoch = self.epoch_of(iterator)
         if epoch is None:
             return
-        is_evaluation = epoch.evaluated > 0 and epoch.steps == 0
+        is_evaluation = epoch.batches_evaluated > 0 and epoch.steps == 0
         if is_evaluation and epoch.padded_length >= FEWEST_SAMPLES:
             self.padded_evaluation = epoch
 
@@ -1441,7 +1458,7 @@ class LoaderObserver:
             return
         self.waiting_epoch = None
         if not with_gradients:
-            epoch.evaluated += 1
+            epoch.batches_evaluated += 1
             return
         self.training_epoch = epoch
         self.padded_evaluation = None
@@ -2081,9 +2098,9 @@ class CommunicationObserver:
             # Functions such as all_gather_object send Python objects as bytes.
             is_small_object = tensor.dtype == torch.uint8 and tensor.numel() < LARGEST_OBJECT
             if tensor.numel() <= LARGEST_METRIC or is_small_object:
-                self.record.sent_sizes.add(tensor.numel())
+                self.record.sizes_of_small_tensors.add(tensor.numel())
             else:
-                self.record.sent_large = True
+                self.record.sends_large_tensors = True
             if len(self.sent_addresses) < MOST_ADDRESSES:
                 self.sent_addresses.add(local_part(tensor).data_ptr())
         self.when_script_sends()
@@ -2259,7 +2276,7 @@ class TrainingObserver:
             record.device = torch.cuda.get_device_name()
         uses_other_library = not OTHER_LIBRARIES.isdisjoint(sys.modules)
         if uses_other_library:
-            record.sent_large = True  # it may send what this check cannot see
+            record.sends_large_tensors = True  # it may send what this check cannot see
         findings = without_repetitions(record.findings)
         record.findings = [replace(finding, ranks=(record.rank,)) for finding in findings]
 
@@ -2412,15 +2429,15 @@ class TrainingObserver:
         if is_ddp:
             join_config: Any = model.module._join_config  # of torch's Join, inside which ranks may make fewer calls
             if join_config.enable:
-                model.description.joins = True
+                model.description.is_in_join = True
         if not model.communicates(with_gradients):
             is_in_no_sync = is_ddp and with_gradients
             if is_in_no_sync:  # a mistake, if this is the last call before a step
-                calls.in_no_sync = user_code_line()
+                calls.line_in_no_sync = user_code_line()
             return
         if with_gradients:
             calls.to_average += 1
-            calls.in_no_sync = None
+            calls.line_in_no_sync = None
             calls.synchronized = True
             model.waits_for_backward = True
         else:
@@ -2443,8 +2460,8 @@ class TrainingObserver:
         if not torch.is_grad_enabled():  # there is nothing to average
             return
         calls = self.models[id(ddp)].calls
-        if calls.past_wrapper is None:
-            calls.past_wrapper = user_code_line()
+        if calls.line_past_wrapper is None:
+            calls.line_past_wrapper = user_code_line()
 
     def record_dropout(self, args: Any, output: Any) -> None:
         """After a dropout: record that it drew random numbers and, on tensor-parallel ranks, checksums of what it did.
@@ -2461,8 +2478,9 @@ class TrainingObserver:
         given = args[0]
         if isinstance(given, DTensor) or isinstance(output, DTensor):
             return
-        before, after = checksums([given, output])
-        self.record.dropouts.append(Dropout(user_code_line(), ranks, before, after))
+        input_checksum, output_checksum = checksums([given, output])
+        dropout = Dropout(user_code_line(), ranks, input=input_checksum, output=output_checksum)
+        self.record.dropouts.append(dropout)
 
     @functools.cached_property
     def tensor_parallel_ranks(self) -> tuple[int, ...]:
@@ -2764,7 +2782,7 @@ class ObservedOptimizer:
             optimizer=self.index,
             number=self.steps,
             code_line=user_code_line(),
-            rates=rates_of(self.optimizer),
+            learning_rates=learning_rates_of(self.optimizer),
             settings=settings_of(self.optimizer),
             calls={},
         )
@@ -2774,13 +2792,13 @@ class ObservedOptimizer:
             self.check_sharded_gradients(model.module, step.code_line, observer)
             # The counts go on, but what is recorded of the calls between two steps begins anew.
             model.calls.synchronized = False
-            model.calls.in_no_sync = None
-            model.calls.past_wrapper = None
+            model.calls.line_in_no_sync = None
+            model.calls.line_past_wrapper = None
 
         parameters = self.parameters()
         is_first_step = self.steps == 1
         if is_first_step:
-            step.before = self.checksums_of(parameters)
+            step.weights_before = self.checksums_of(parameters)
         self.record_averaging_by_hand(observer)
         if self.is_sampled(observer.steps):
             step.gradients = self.checksums_of([parameter.grad for parameter in parameters])
@@ -2807,7 +2825,7 @@ class ObservedOptimizer:
         """After a step: record checksums of the weights."""
         self.remember_gradients()  # a closure may have made them within the step
         if self.step is not None and self.is_sampled(observer.steps):
-            self.step.after = self.checksums_of(self.parameters())
+            self.step.weights_after = self.checksums_of(self.parameters())
 
     def is_sampled(self, last: int) -> bool:
         """Whether checksums are recorded at this step: at steps 1, 2, 4, 8, … and at ``last``, the last one observed.
@@ -2907,7 +2925,7 @@ def parameters_of(optimizer: Any) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def rates_of(optimizer: Any) -> tuple[float, ...]:
+def learning_rates_of(optimizer: Any) -> tuple[float, ...]:
     """The learning rate of each group of an optimizer's parameters. torch allows it to be a tensor."""
     rates = []
     for group in optimizer.param_groups:
@@ -3101,8 +3119,8 @@ def sends_by_hand(records: Sequence[Record]) -> bool:
     """
     for record in records:
         parameter_sizes = {parameter.size for parameter in record.parameters.values()}
-        sent_size_of_a_parameter = not record.sent_sizes.isdisjoint(parameter_sizes)
-        if record.sent_large or sent_size_of_a_parameter:
+        sent_size_of_a_parameter = not record.sizes_of_small_tensors.isdisjoint(parameter_sizes)
+        if record.sends_large_tensors or sent_size_of_a_parameter:
             return True
     return False
 
@@ -3128,7 +3146,7 @@ def initial_weights(record: Record) -> dict[str, int]:
     """{a parameter's key: its checksum before the first step of its optimizer}."""
     weights: dict[str, int] = {}
     for step in record.steps:
-        weights |= step.before
+        weights |= step.weights_before
     return weights
 
 
@@ -3138,7 +3156,7 @@ def same_settings(records: Sequence[Record]) -> bool:
     A search for the best settings gives each rank different ones.
     """
     for steps in common_steps(records):
-        if not equal((step.rates, step.settings) for step in steps):
+        if not equal((step.learning_rates, step.settings) for step in steps):
             return False
     return True
 
@@ -3216,7 +3234,7 @@ def compare_replicas(replicas: Replicas, replica_records: Sequence[Record]) -> l
     if kind == "DTensor":
         return find_gradients_that_differ(replicas, replica_records)
     # A script that sends weights or gradients itself may want DDP's replicas to differ for some steps.
-    script_may_average = any(record.sent_large for record in replica_records)
+    script_may_average = any(record.sends_large_tensors for record in replica_records)
     if script_may_average:
         return []
     return explain_drift(replicas, replica_records)
@@ -3295,13 +3313,13 @@ def find_drift(replicas: Replicas, replica_records: Sequence[Record]) -> Drift |
     suspects: list[list[Step]] = []  # the steps since the last comparison
     for steps in common_steps(replica_records):
         step_of_first_rank = steps[0]
-        has_checksums = not step_of_first_rank.after.keys().isdisjoint(replicas.keys)
+        has_checksums = not step_of_first_rank.weights_after.keys().isdisjoint(replicas.keys)
         if has_checksums or replicas.model in step_of_first_rank.calls:
             suspects.append(steps)
         if has_checksums:
             different_keys = []
             for key in replicas.keys:
-                if not equal(step.after.get(key) for step in steps):
+                if not equal(step.weights_after.get(key) for step in steps):
                     different_keys.append(key)
             if different_keys:
                 return Drift(different_keys, suspects)
@@ -3320,18 +3338,18 @@ def reason_to_drift(replicas: Replicas, steps: Sequence[Step]) -> Finding | None
     """
     for step in steps:
         calls = step.calls[replicas.model]  # how this rank called the model before the step
-        if calls.in_no_sync is not None:
+        if calls.line_in_no_sync is not None:
             sentence = "The last call before optimizer.step() is inside no_sync: its gradients stay on their rank."
-            return make_finding("not_synchronized", calls.in_no_sync, replicas.ranks, sentence)
-        if calls.past_wrapper is not None and not calls.synchronized:
+            return make_finding("not_synchronized", calls.line_in_no_sync, replicas.ranks, sentence)
+        if calls.line_past_wrapper is not None and not calls.synchronized:
             sentence = "The module inside DDP is called here, not DDP: no gradient is averaged before the step."
-            return make_finding("around_the_wrapper", calls.past_wrapper, replicas.ranks, sentence)
-    if equal(step.rates for step in steps):
+            return make_finding("around_the_wrapper", calls.line_past_wrapper, replicas.ranks, sentence)
+    if equal(step.learning_rates for step in steps):
         return None
     different_rates: list[str] = []  # in the order of ranks
     for step in steps:
-        if step.rates:
-            rate = f"{step.rates[0]:g}"  # of the first group of parameters, which is usually the only one
+        if step.learning_rates:
+            rate = f"{step.learning_rates[0]:g}"  # of the first group of parameters, which is usually the only one
             if rate not in different_rates:
                 different_rates.append(rate)
     sentence = (
@@ -3412,9 +3430,9 @@ def first_step_of_drift(records: Sequence[Record]) -> Step | None:
     """
     first_step = None
     for steps in common_steps(records):
-        if not steps[0].after:  # no checksums were recorded after this step
+        if not steps[0].weights_after:  # no checksums were recorded after this step
             continue
-        if equal(step.after for step in steps):
+        if equal(step.weights_after for step in steps):
             first_step = None
         elif first_step is None:
             first_step = steps[0]
@@ -3449,7 +3467,7 @@ def find_different_start(records: Sequence[Record]) -> list[Finding]:
     if not different:
         return []
     for steps in common_steps(records):
-        is_first_of_optimizer = len(steps[0].before) > 0  # only before these steps are the weights recorded
+        is_first_of_optimizer = len(steps[0].weights_before) > 0  # only before these steps are the weights recorded
         if is_first_of_optimizer and not applies_equal_gradients(steps):
             return []
     ranks = [record.rank for record in records]
@@ -3467,7 +3485,7 @@ def applies_equal_gradients(steps: Sequence[Step]) -> bool:
         return False
     for step in steps:
         # Equal gradients that change no weight, such as zeros, were not averaged by anybody.
-        if any(step.after.get(key) == step.before.get(key) for key in keys):
+        if any(step.weights_after.get(key) == step.weights_before.get(key) for key in keys):
             return False
     return True
 
@@ -3693,7 +3711,7 @@ def find_same_noise(records: Sequence[Record]) -> list[Finding]:
     for model, model_records in data_parallel_models(records):
         for pair in pairs_of_ranks(model, model_records):
             calls = len(pair.first_calls)
-            may_be_chance = calls < 3
+            may_be_chance = calls < FEWEST_DRAWS
             has_dropout = all(call.dropout_state is not None for call in pair.first_calls)
             if may_be_chance or not has_dropout:
                 continue
@@ -3721,19 +3739,18 @@ def find_same_augmentation(records: Sequence[Record]) -> list[Finding]:
 
 
 def draw_the_same(first: Epoch, second: Epoch) -> bool:
-    """Whether two ranks drew the same random numbers, for different samples, in each of at least three batches.
+    """Whether two ranks drew the same random numbers, for different samples, in each of at least FEWEST_DRAWS batches.
 
     The first batch is not compared, because a sampler may draw its order before it. Each epoch has recorded two numbers
     for each of its first batches: a checksum of the random states from which the batch drew (0 if it drew nothing), and
     a checksum of the batch's indices.
     """
-    fewest_batches = 3
-    both_were_trained_on = first.steps >= fewest_batches and second.steps >= fewest_batches
+    both_were_trained_on = first.steps >= FEWEST_DRAWS and second.steps >= FEWEST_DRAWS
     if not both_were_trained_on:
         return False
     recorded_batches = min(len(first.random_draws), len(second.random_draws), len(first.indices), len(second.indices))
     compared_batches = range(1, recorded_batches)
-    if len(compared_batches) < fewest_batches:
+    if len(compared_batches) < FEWEST_DRAWS:
         return False
     for batch in compared_batches:
         draws_nothing = first.random_draws[batch] == 0
@@ -3754,8 +3771,8 @@ def find_different_noise(records: Sequence[Record]) -> list[Finding]:
         dropped_differently = []
         for dropout, other in zip(first.dropouts, second.dropouts, strict=False):  # as many as both ranks have
             are_in_one_group = second.rank in dropout.ranks
-            same_input = dropout.before == other.before
-            same_output = dropout.after == other.after
+            same_input = dropout.input == other.input
+            same_output = dropout.output == other.output
             if are_in_one_group and same_input and not same_output:
                 dropped_differently.append(dropout)
         if len(dropped_differently) >= 2:
@@ -3813,7 +3830,7 @@ def wrapped_models(records: Sequence[Record]) -> Iterator[tuple[str, list[Record
         records_with_model = [record for record in records if model in record.models and record.steps]
         if not records_with_model:
             continue
-        is_in_join = any(record.models[model].joins for record in records_with_model)
+        is_in_join = any(record.models[model].is_in_join for record in records_with_model)
         description = records_with_model[0].models[model]
         if description.wrapper and not is_in_join:
             yield model, [record for record in records_with_model if record.rank in description.data_ranks]
@@ -4019,7 +4036,7 @@ def find_own_losses(records: Sequence[Record]) -> list[Finding]:
     only_rank_0_reads = [record.rank for record in records_that_read] == [0]
     if not only_rank_0_reads:
         return []
-    loss_may_be_reduced = any(record.sent_sizes for record in records)
+    loss_may_be_reduced = any(record.sizes_of_small_tensors for record in records)
     if loss_may_be_reduced:
         return []
     for model, model_records in data_parallel_models(records):

@@ -284,13 +284,13 @@ def record_of(rank, data_ranks, batches, weights, device="one kind"):
             optimizer=0,
             number=number,
             code_line=code_line,
-            rates=(0.1,),
+            learning_rates=(0.1,),
             settings=0,
             calls={model: Calls(to_average=number, to_broadcast=0, averaged=number, synchronized=True)},
-            after={key: weight},
+            weights_after={key: weight},
         )
         if number == 1:
-            step.before = {key: 0}
+            step.weights_before = {key: 0}
         record.steps.append(step)
     return record
 
@@ -327,7 +327,7 @@ def test_replicas_are_compared_within_their_group():
     ]
     assert compare(records) == []
 
-    records[3].steps[1].after = {"DDP Net 1: weight": 50}
+    records[3].steps[1].weights_after = {"DDP Net 1: weight": 50}
     [found] = compare(records)
     assert found.kind == "drift"
     assert found.ranks == (2, 3)
@@ -479,7 +479,7 @@ def test_pretended_gpus_change_no_finding(tmp_path):
         assert json.loads((tmp_path / f"found-{rank}.json").read_text()) == expected, done.stderr
 
 
-STEP = Step(optimizer=0, number=2, code_line=CodeLine("train.py", 3), rates=(0.1,), settings=0, calls={})
+STEP = Step(optimizer=0, number=2, code_line=CodeLine("train.py", 3), learning_rates=(0.1,), settings=0, calls={})
 
 
 def test_a_call_with_gradients_on_some_ranks_is_a_mistake():
