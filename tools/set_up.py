@@ -263,14 +263,16 @@ def chosen_build(environment: Environment, wanted: Wanted) -> Build:
         options = ("--pre",)  # the version that the user named may be a nightly one, which pip hides without this
     system = platform.system()
     has_gpu = gpu_is_here()
-    configured = environment.versions(*options, "--retries", "1")
-    pytorch = []
+    versions_at_configured_index = environment.versions(*options, "--retries", "1")
+
+    # For Linux, only PyTorch's own index has builds without CUDA. A machine that cannot reach this index should not
+    # have to wait for it for minutes.
+    versions_at_pytorch_index = []
     needs_cpu_build = system == "Linux" and not has_gpu
     if needs_cpu_build:
-        # A machine that cannot reach PyTorch's index should not have to wait for it for minutes.
         wait_briefly = ("--retries", "0", "--timeout", "10")  # seconds
-        pytorch = environment.versions(*options, "--index-url", PYTORCH_INDEX, *wait_briefly)
-    return choose(wanted, configured, pytorch, system, has_gpu)
+        versions_at_pytorch_index = environment.versions(*options, "--index-url", PYTORCH_INDEX, *wait_briefly)
+    return choose(wanted, versions_at_configured_index, versions_at_pytorch_index, system, has_gpu)
 
 
 def set_up_git() -> None:

@@ -250,12 +250,16 @@ def copied(names: set[str]) -> list[Statement]:
 
 
 def check_names(parts: Parts, parameters: list[Statement]) -> None:
-    """Raise ExportError where a statement reads or binds a name that is not the same one in the script.
+    """Raise ExportError if a name would mean something else in the script than it does in the notebook.
 
-    In a notebook all names are global. In the script those that main binds are its own variables, which functions above
-    main cannot read. Among them are ``args`` and the names that the statements of ``parameters`` bind.
+    In a notebook all names are global. In the script, what main binds are its local variables, which the functions
+    above main cannot read. These are ``args``, what the cell with the ``parameters`` binds, and what the other
+    statements of main bind.
     """
-    statements_of_main = [statement for statement in parameters if not isinstance(statement.node, IMPORT)]
+    statements_of_main = []
+    for statement in parameters:
+        if not isinstance(statement.node, IMPORT):  # imports are above main
+            statements_of_main.append(statement)
     statements_of_main += parts.body
     bound_above = names_bound_by(parts.above())
     for statement in statements_of_main:

@@ -61,7 +61,7 @@ class PretendedNCCL(GLOO, CallOrder):
 
     Options: Any = Options
     instances: list["PretendedNCCL"] = []  # kept here, because torch keeps only the C++ half of a group alive
-    starts = 0  # how many default groups this process has started
+    default_groups_started = 0  # by this process
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
         """Make this rank's part of a process group. torch calls this where it would make a ProcessGroupNCCL.
@@ -78,13 +78,13 @@ class PretendedNCCL(GLOO, CallOrder):
         self.calls = 0  # how many collectives this rank has called, for ``CallOrder``
         self.splits = 0  # how often this group was split
 
-        # torch keeps the default group here. It is None until the first group of a script, the default one, is made.
-        default_group = c10d._world.default_pg
-        if default_group is None:
-            PretendedNCCL.starts += 1
-        # A script may end its groups and start new ones on the same store. With a prefix of their own, the new ones do
-        # not find the keys of the old ones.
-        self.store = dist.PrefixStore(f"start{self.starts}", store)
+        # A script may destroy its groups and start new ones on the same store. So that the new groups do not find the
+        # keys of the old ones, the keys begin with the number of default groups started so far. While torch makes the
+        # default group, which is always the first, there is no default group yet.
+        is_default_group = c10d._world.default_pg is None
+        if is_default_group:
+            PretendedNCCL.default_groups_started += 1
+        self.store = dist.PrefixStore(f"start{PretendedNCCL.default_groups_started}", store)
 
     supports_splitting: Any = property(lambda self: True)
     supports_coalescing: Any = property(lambda self: False)
@@ -283,22 +283,24 @@ def perform(original: Callable[..., Any], name: str, group: Any, nccl: Pretended
     keeps_shapes = name in SAME_SHAPES or divides_rows(name, args)
     if not keeps_shapes:
         args = map_tensors(args, flattened)
-    takes_lists = name in ("alltoall", "allgather")
-    if not takes_lists:
-        return original(group, *args, **kwargs)
 
-    # The first argument is the outputs, the second is what this rank sends. NCCL allows that the tensors of a list have
-    # different sizes, and gloo does not. So such lists are sent by an all_to_all of one tensor.
-    outputs = tensors_in(args[:1])
-    inputs = tensors_in(args[1:2])
+    # These two take lists of tensors. With NCCL the tensors of a list may have different sizes, and with gloo they may
+    # not. So such lists are sent as parts of one tensor.
     if name == "alltoall":
-        return all_to_all_of_lists(nccl, outputs, inputs)
-    if have_different_sizes(outputs):
-        # An all_gather is an all_to_all in which a rank sends the same tensor to all.
-        [own_input] = inputs
-        same_for_each_rank = [own_input] * nccl.group_size
-        return all_to_all_of_lists(nccl, outputs, inputs=same_for_each_rank)
+        outputs, inputs = args[:2]
+        return all_to_all_of_lists(nccl, tensors_in([outputs]), tensors_in([inputs]))
+    if name == "allgather":
+        outputs = tensors_in(args[:1])
+        if have_different_sizes(outputs):
+            return all_gather_of_different_sizes(nccl, outputs, inputs=tensors_in(args[1:2]))
     return original(group, *args, **kwargs)
+
+
+def all_gather_of_different_sizes(nccl: PretendedNCCL, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
+    """An all_gather as an all_to_all in which each rank sends the same tensor, its only input, to all ranks."""
+    [own_input] = inputs
+    same_for_each_rank = [own_input] * nccl.group_size
+    return all_to_all_of_lists(nccl, outputs, inputs=same_for_each_rank)
 
 
 def divides_rows(name: str, args: Sequence[Any]) -> bool:

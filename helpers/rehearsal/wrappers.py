@@ -113,12 +113,14 @@ def explained(groups: list[Any]) -> Iterator[None]:
 
 
 def patch_dtensor() -> None:
-    """Let DTensors work whose local parts are pretended tensors, that is, CPU tensors which say they are on a GPU.
+    """Replace those parts of DTensor that would not work with pretended tensors as its local parts.
 
-    torch's C++ has to take such a DTensor for a CPU tensor, while the script sees the device of its local part.
+    A pretended tensor is a CPU tensor that says it is on a GPU. Each comment below says what torch does, and why that
+    does not work here.
     """
-    # For C++: a DTensor is made as a CPU tensor.
-    original_make_wrapper: Any = torch.Tensor._make_wrapper_subclass  # with this function torch makes a DTensor
+    # torch makes a DTensor by this C++ function, on the device of the local part. It says "cuda", and a build of
+    # PyTorch for CPUs cannot make a tensor there. So C++ gets a DTensor on the CPU.
+    original_make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 
     def make_wrapper_on_cpu(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
         if is_gpu(device):
@@ -126,15 +128,22 @@ def patch_dtensor() -> None:
         return original_make_wrapper(*args, device=device, **kwargs)
 
     replace(torch.Tensor, _make_wrapper_subclass=staticmethod(make_wrapper_on_cpu))
-    # For the script: its device is that of its local part.
+
+    # The script would now read "cpu" as the DTensor's device. It should read the pretended GPU, as it does of the local
+    # part.
     replace(DTensor, device=property(lambda self: self._local_tensor.device))
     replace(DTensor, is_cuda=property(lambda self: self._local_tensor.is_cuda))
-    # Random numbers: torch would read and set the state of the GPU's generator, which is the CPU's here.
+
+    # torch reads and sets the state of the GPU's random number generator, of which there is none. So the CPU's is used.
     replace(OffsetBasedRNGTracker, _distribute_region=own_random_numbers)
-    # The shape of a result: torch would find it by running the operator on the mesh's device.
-    replace(sys.modules["torch.distributed.tensor._op_schema"], _rebuild_tensor_from_dtensor_meta=fake_tensor)
-    # Attention: the CPU has fused operators of its own. The forward returns 2 tensors and takes 3 (query, key, value),
-    # the backward returns their 3 gradients and takes 6.
+
+    # To find the shape of an operator's result, torch runs the operator on fake tensors on the mesh's device, which
+    # would be a GPU. Here the fake tensors are on the CPU.
+    op_schema = sys.modules["torch.distributed.tensor._op_schema"]
+    replace(op_schema, _rebuild_tensor_from_dtensor_meta=fake_tensor)
+
+    # On a CPU, attention calls other fused operators than on a GPU, and DTensor does not know how to divide them. The
+    # forward takes 3 tensors (query, key, value) and returns 2. The backward takes 6 and returns the 3 gradients.
     attention = "_scaled_dot_product_flash_attention_for_cpu"
     allow_sharding(getattr(torch.ops.aten, attention), results=2, tensors=3)
     allow_sharding(getattr(torch.ops.aten, f"{attention}_backward"), results=3, tensors=6)

@@ -64,18 +64,18 @@ def without_folders(text: str) -> str:
 
 
 def describe(item: Any, error: Exception) -> Failure:
-    """How a cell failed that was run: its outputs are not the stored ones, or it raised an exception.
+    """Say how a cell failed that was run. The kind of the failure is
 
-    The kind of the failure is "output" in the first case, and ``describe_exception`` says it in the second. It is
-    "fault" if the run proves nothing, because not the cell failed but what runs it.
+    * "output" if the cell printed something else than what is stored;
+    * as ``describe_exception`` says, if the cell's code raised an exception;
+    * "fault" if nbval, the plugin of pytest that runs notebooks, could not run the cell to its end.
 
-    ``item`` is the cell, and ``error`` is what nbval raised, the plugin of pytest that runs notebooks. When the cell's
-    code has raised an exception, nbval raises another one, and the cell's own is among its outputs.
+    ``item`` is the cell, and ``error`` is what nbval raised. If the cell's code has raised an exception, then ``error``
+    is another one, of nbval's own, and the code's exception is among the cell's outputs.
     """
     message_of_nbval = str(error)
     if message_of_nbval.startswith("Timeout"):
-        # Ranks that hang do not come so far, because helpers.launch, which started them, ends them long before. So the
-        # machine was too busy.
+        # The machine was too busy. Ranks that hang are no cause, because helpers.launch ends them long before.
         return Failure("fault", message_of_nbval)
 
     outputs = item.test_outputs or []  # nbval has None for a cell that printed nothing
@@ -85,18 +85,21 @@ def describe(item: Any, error: Exception) -> Failure:
     exceptions = [output for output in outputs if output.output_type == "error"]
     if not exceptions:
         return Failure("fault", message_of_nbval)
-    exception = exceptions[-1]  # a cell that prints an error on purpose has that one first
+    exception = exceptions[-1]  # the one that ended the cell; it may have shown other errors before, on purpose
     message = " ".join(exception.evalue.split())
     traceback = COLOR.sub("", str(getattr(error, "inner_traceback", "")))  # not every error of nbval has one
     return describe_exception(exception.ename, message, traceback, item.cell.source)
 
 
 def describe_exception(name: str, message: str, traceback: str, source: str) -> Failure:
-    """How a cell failed that raised an exception, ``name: message``, in a run with a planted bug.
+    """Say how a cell failed whose code raised an exception, ``name: message``. The kind of the failure is
 
-    The kind of the failure is "assert", "hang" or "error" if the cell has noticed the bug. But the planted code, for
-    example a function in the place of ``all_reduce``, may have a mistake itself, and call what does not exist. Such an
-    exception is a "fault", which says nothing about what the cell notices. ``source`` is the cell's code.
+    * "assert" if one of the cell's asserts failed, in the notebook or on a rank;
+    * "hang" if ranks had to be ended;
+    * "fault" if the planted bug itself has a mistake, for example if it calls a function that does not exist;
+    * "error" if it was another exception.
+
+    ``source`` is the cell's code.
     """
     text = f"{name}: {message}"
     if name in ("ImportError", "NameError"):
