@@ -18,18 +18,19 @@ GAP = 16  # between two nodes
 def machines(nodes: int, per_node: int) -> Figure:
     """A Figure of nodes as frames, with their ranks inside: of each its rank, its local rank and its device."""
     fig, ax = canvas(660, 140)
-    frame = (660 - GAP * (nodes - 1)) / nodes
-    width = (frame - 12) / per_node - 8
+    node_width = (660 - GAP * (nodes - 1)) / nodes
+    rank_width = (node_width - 12) / per_node - 8
     for node in range(nodes):
-        x = node * (frame + GAP)
-        boxes(ax, [(x + 1, 26, frame - 2, 108)], facecolor="none", edgecolor=INK, linewidth=1)
-        ax.text(x + frame / 2, 17, f"node {node}", ha="center", weight="bold")
+        node_left = node * (node_width + GAP)
+        boxes(ax, [(node_left + 1, 26, node_width - 2, 108)], facecolor="none", edgecolor=INK, linewidth=1)
+        ax.text(node_left + node_width / 2, 17, f"node {node}", ha="center", weight="bold")
+
         for local_rank in range(per_node):
             rank = node * per_node + local_rank
-            left = x + 10 + local_rank * (width + 8)
             color = rank_color(rank)
-            boxes(ax, [(left, 38, width, 84)], facecolor=(color, 0.25), edgecolor=color, linewidth=1)
-            middle = left + width / 2
+            rank_left = node_left + 10 + local_rank * (rank_width + 8)
+            boxes(ax, [(rank_left, 38, rank_width, 84)], facecolor=(color, 0.25), edgecolor=color, linewidth=1)
+            middle = rank_left + rank_width / 2
             ax.text(middle, 62, f"rank {rank}", ha="center", weight="bold")
             ax.text(middle, 88, f"local {local_rank}", ha="center")
             ax.text(middle, 110, f"cuda:{local_rank}", ha="center")
@@ -46,6 +47,9 @@ CELL_GAP = 4
 WIDEST_CELL = 140
 
 
+Rectangle = tuple[float, float, float, float]  # x and y of its upper left corner, width, height
+
+
 @style()
 def tensors(stages: Mapping[str, Sequence[Sequence[int]]], arrived: Sequence[tuple[int, int, int]] = ()) -> Figure:
     """A Figure of up to four ranks' numbers in one or more stages: {title: [rank 0's numbers, ...]}.
@@ -55,36 +59,50 @@ def tensors(stages: Mapping[str, Sequence[Sequence[int]]], arrived: Sequence[tup
     thick frame.
     """
     fig, ax = canvas(660, 34 + 4 * ROW)
-    pitch = 640 / len(stages)  # from one stage's left side to the next one's
-    columns = max(len(row) for rows in stages.values() for row in rows)
-    width = min(WIDEST_CELL, (pitch - 46) / columns)
-    frames = []
-    stripes: dict[int, list[tuple[float, float, float, float]]] = {}  # {rank: rectangles in its colour}
-    for stage, (title, rows) in enumerate(stages.items()):
-        left = FIRST_CELL + stage * pitch
+    stage_width = 640 / len(stages)
+    most_columns = max(len(numbers) for ranks in stages.values() for numbers in ranks)
+    column_width = min(WIDEST_CELL, (stage_width - 46) / most_columns)
+    cell_width = column_width - CELL_GAP
+
+    frames: list[Rectangle] = []
+    stripes: dict[int, list[Rectangle]] = {}  # {rank: rectangles in its colour}
+    for stage, (title, ranks) in enumerate(stages.items()):
+        left = FIRST_CELL + stage * stage_width
         ax.text(left, 18, title, weight="bold")
         if stage > 0:
-            ax.text(left - 29, FIRST_ROW + ROW / 2 * len(rows), "→", ha="center", fontsize=17)
-        for rank, row in enumerate(rows):
+            ax.text(left - 29, FIRST_ROW + ROW / 2 * len(ranks), "→", ha="center", fontsize=17)
+        for rank, numbers in enumerate(ranks):
             y = FIRST_ROW + ROW * rank
             if stage == 0:
                 ax.text(0, y + 20, f"rank {rank}")
-            for column, number in enumerate(row):
-                x = left + column * width
-                frames.append((x, y, width - CELL_GAP, CELL_HEIGHT))
-                ax.text(x + width / 2 - 2, y + 21, str(number), ha="center", fontsize=12)
-                sources = [k for k, digit in enumerate(reversed(str(number))) if digit != "0"]
-                stripe = (width - CELL_GAP) / len(sources)
-                for place, k in enumerate(sources):
-                    stripes.setdefault(k, []).append((x + place * stripe, y, stripe, CELL_HEIGHT))
-    for k, rectangles in sorted(stripes.items()):
-        boxes(ax, rectangles, facecolor=(rank_color(k), 0.4), zorder=0.5)
+            for column, number in enumerate(numbers):
+                x = left + column * column_width
+                frames.append((x, y, cell_width, CELL_HEIGHT))
+                ax.text(x + column_width / 2 - 2, y + 21, str(number), ha="center", fontsize=12)
+                ranks_in_number = sources_of(number)
+                stripe_width = cell_width / len(ranks_in_number)
+                for place, source in enumerate(ranks_in_number):
+                    stripe = (x + place * stripe_width, y, stripe_width, CELL_HEIGHT)
+                    stripes.setdefault(source, []).append(stripe)
+
+    for source, rectangles in sorted(stripes.items()):
+        boxes(ax, rectangles, facecolor=(rank_color(source), 0.4), zorder=0.5)
     boxes(ax, frames, facecolor="none", edgecolor=INK, linewidth=0.8)
     for rank, column, rows_above in arrived:
-        cell = (FIRST_CELL + column * width, FIRST_ROW + ROW * rank, width - CELL_GAP, CELL_HEIGHT)
+        cell = (FIRST_CELL + column * column_width, FIRST_ROW + ROW * rank, cell_width, CELL_HEIGHT)
         move = f"move 0 {-ROW * rows_above}"  # where the slider's script lets it come from
         boxes(ax, [cell], gid=move, facecolor=(0, 0, 0, 0.12), edgecolor=INK, linewidth=2.6)
     return fig
+
+
+def sources_of(number: int) -> list[int]:
+    """The ranks from which the digits of a number came: [0, 2] for 301, as the k-th from the right came from rank k."""
+    digits_from_the_right = str(number)[::-1]
+    sources = []
+    for rank, digit in enumerate(digits_from_the_right):
+        if digit != "0":
+            sources.append(rank)
+    return sources
 
 
 def ring_step(rings: Mapping[int, Sequence[Sequence[Sequence[int]]]], world_size: int = 4, step: int = 0) -> Figure:
@@ -146,8 +164,13 @@ def model_speeds(sizes: Sequence[int], times: Sequence[float]) -> list[float]:
 
 def name_widest_gap(ax: Axes, sizes: Sequence[int], measured: Sequence[float], model: Sequence[float]) -> None:
     """Join mark and curve where the model is most optimistic, and say both speeds."""
-    ratios = [promise / speed for promise, speed in zip(model, measured, strict=True)]
-    k = ratios.index(max(ratios))
-    ax.plot([sizes[k]] * 2, [measured[k], model[k]], ":", color=INK)
-    words = f"model: {model[k]:.3g}\nmeasured: {measured[k]:.3g}"
-    ax.text(sizes[k] / 1.4, model[k] * 1.5, words, ha="right")
+    ratios = []
+    for model_speed, measured_speed in zip(model, measured, strict=True):
+        ratios.append(model_speed / measured_speed)
+    widest = ratios.index(max(ratios))
+    size = sizes[widest]
+    model_speed = model[widest]
+    measured_speed = measured[widest]
+    ax.plot([size, size], [measured_speed, model_speed], ":", color=INK)
+    both_speeds = f"model: {model_speed:.3g}\nmeasured: {measured_speed:.3g}"
+    ax.text(size / 1.4, model_speed * 1.5, both_speeds, ha="right")
