@@ -1920,12 +1920,12 @@ class StateObserver:
     def find_tensors_left_out(self, asked: set[str], saved_tensors: set[str]) -> None:
         """Find parts of a load, such as "model", of which the checkpoint holds more tensors than were asked for.
 
-        Both arguments are keys of tensors, such as "model.head.weight": of those that were loaded into, and of those
-        that the checkpoint holds. Who takes weights for another head leaves some out on purpose, so it is only a note.
-        A part that was not asked for at all, such as "optimizer", is never named.
+        ``asked`` are the keys of the tensors that were loaded into, such as "model.head.weight", and ``saved_tensors``
+        those of the tensors in the checkpoint. A part that was not asked for at all, such as "optimizer", is never
+        named. The finding is only a note, because a script may leave tensors out on purpose, as to train another head.
         """
-        asked_parts = {key.partition(".")[0] for key in asked}
-        left_out = [key for key in saved_tensors - asked if key.partition(".")[0] in asked_parts]
+        asked_parts = {first_part(key) for key in asked}
+        left_out = [key for key in saved_tensors - asked if first_part(key) in asked_parts]
         something_was_loaded = not asked.isdisjoint(saved_tensors)
         if not left_out or not something_was_loaded:
             return
@@ -2002,6 +2002,11 @@ class StateObserver:
                 self.record.add_finding("nothing_loaded", loads[0].code_line, sentence)
 
 
+def first_part(key: str) -> str:
+    """The part of a checkpoint to which a key belongs: "model" for "model.head.weight"."""
+    return key.partition(".")[0]
+
+
 def flat(state: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields the (key, value) pairs of nested dictionaries, whose keys are joined with dots, as DCP names them.
 
@@ -2023,7 +2028,8 @@ def flat(state: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
 class CommunicationObserver:
     """Records whether the script's own code sends tensors: large ones like gradients, or small ones like metrics."""
 
-    # The names of all collectives, as methods of dist.ProcessGroup and as functions of _functional_collectives:
+    # The names of all collectives, first as methods of dist.ProcessGroup, then as functions of
+    # torch.distributed._functional_collectives:
     COLLECTIVE_METHODS = (
         "allreduce allreduce_coalesced broadcast reduce scatter gather gather_single allgather allgather_coalesced "
         "_allgather_base all_gather_single all_gather_single_coalesced allgather_into_tensor_coalesced reduce_scatter "
@@ -2036,8 +2042,8 @@ class CommunicationObserver:
         "reduce_scatter_tensor_autograd all_reduce_coalesced all_to_all_single_autograd permute_tensor "
         "all_gather_into_tensor_coalesced reduce_scatter_tensor_coalesced"
     ).split()
-    # The folders of torch whose collectives are not the script's own, because torch itself averages what it has to:
-    # DDP, fully_shard, ZeroRedundancyOptimizer, DTensors, SyncBatchNorm, and checkpoints, which average nothing.
+    # The folders of torch whose collectives are not the script's own: those of DDP, SyncBatchNorm, fully_shard,
+    # checkpoints, ZeroRedundancyOptimizer and DTensors.
     PARTS_OF_TORCH = (
         "nn/parallel/",
         "nn/modules/",
