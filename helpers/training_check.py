@@ -1039,9 +1039,9 @@ class Patches:
     def __init__(self, record: Record) -> None:
         """Nothing is replaced yet. The check observes the process and the thread in which this is called."""
         self.record = record  # gets the tracebacks of hooks that fail
-        self.process = os.getpid()
+        self.process = os.getpid()  # the process and the thread that train
         self.thread = threading.get_ident()
-        self.is_in_hook = False
+        self.is_in_hook = False  # whether a hook runs now
         self.undo: list[Callable[[], None]] = []  # functions that restore what was replaced, the latest last
         self.functions: dict[int, ReplacedFunction] = {}  # {id of the original function of a module: both functions}
 
@@ -1920,12 +1920,12 @@ class StateObserver:
     def find_tensors_left_out(self, asked: set[str], saved_tensors: set[str]) -> None:
         """Find parts of a load, such as "model", of which the checkpoint holds more tensors than were asked for.
 
-        Both arguments are keys of tensors, such as "model.head.weight": of those that were loaded into, and of those
-        that the checkpoint holds. Who takes weights for another head leaves some out on purpose, so it is only a note.
-        A part that was not asked for at all, such as "optimizer", is never named.
+        ``asked`` are the keys of the tensors that were loaded into, such as "model.head.weight", and ``saved_tensors``
+        those of the tensors in the checkpoint. A part that was not asked for at all, such as "optimizer", is never
+        named. The finding is only a note, because a script may leave tensors out on purpose, as to train another head.
         """
-        asked_parts = {key.partition(".")[0] for key in asked}
-        left_out = [key for key in saved_tensors - asked if key.partition(".")[0] in asked_parts]
+        asked_parts = {first_part(key) for key in asked}
+        left_out = [key for key in saved_tensors - asked if first_part(key) in asked_parts]
         something_was_loaded = not asked.isdisjoint(saved_tensors)
         if not left_out or not something_was_loaded:
             return
@@ -2002,6 +2002,11 @@ class StateObserver:
                 self.record.add_finding("nothing_loaded", loads[0].code_line, sentence)
 
 
+def first_part(key: str) -> str:
+    """The part of a checkpoint to which a key belongs: "model" for "model.head.weight"."""
+    return key.partition(".")[0]
+
+
 def flat(state: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields the (key, value) pairs of nested dictionaries, whose keys are joined with dots, as DCP names them.
 
@@ -2023,7 +2028,8 @@ def flat(state: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
 class CommunicationObserver:
     """Records whether the script's own code sends tensors: large ones like gradients, or small ones like metrics."""
 
-    # The names of all collectives, as methods of dist.ProcessGroup and as functions of _functional_collectives:
+    # The names of all collectives, first as methods of dist.ProcessGroup, then as functions of
+    # torch.distributed._functional_collectives:
     COLLECTIVE_METHODS = (
         "allreduce allreduce_coalesced broadcast reduce scatter gather gather_single allgather allgather_coalesced "
         "_allgather_base all_gather_single all_gather_single_coalesced allgather_into_tensor_coalesced reduce_scatter "
@@ -2036,8 +2042,8 @@ class CommunicationObserver:
         "reduce_scatter_tensor_autograd all_reduce_coalesced all_to_all_single_autograd permute_tensor "
         "all_gather_into_tensor_coalesced reduce_scatter_tensor_coalesced"
     ).split()
-    # The folders of torch whose collectives are not the script's own, because torch itself averages what it has to:
-    # DDP, fully_shard, ZeroRedundancyOptimizer, DTensors, SyncBatchNorm, and checkpoints, which average nothing.
+    # The folders of torch whose collectives are not the script's own: those of DDP, SyncBatchNorm, fully_shard,
+    # checkpoints, ZeroRedundancyOptimizer and DTensors.
     PARTS_OF_TORCH = (
         "nn/parallel/",
         "nn/modules/",
@@ -2161,10 +2167,10 @@ def describe_model(module: nn.Module) -> Model:
 
 @dataclass
 class RunningCalls:
-    """What runs at this moment on the rank, as calls may run inside each other."""
+    """What runs at this moment on the rank. Calls may run inside each other, so they are counted."""
 
-    modules: int = 0  # how many calls of modules
-    backwards: int = 0  # how many backward passes
+    module_calls: int = 0
+    backward_passes: int = 0
     ddp: list[nn.Module] = field(default_factory=list)  # the DistributedDataParallel modules whose forward runs
     optimizer: Any = None  # the optimizer whose step runs
 
@@ -2189,9 +2195,9 @@ class TrainingObserver:
         self.is_finished = False
         self.step_hooks: list[Any] = []  # handles of the hooks of optimizers, by which they are removed
 
-        # What the script has made: {id of a module: the model that it is}, {id of an optimizer: what is known of it}
-        self.models: dict[int, ObservedModel] = {}
-        self.optimizers: dict[int, ObservedOptimizer] = {}
+        # What the script has made:
+        self.models: dict[int, ObservedModel] = {}  # {id of a module: what is known of it as a model}
+        self.optimizers: dict[int, ObservedOptimizer] = {}  # {id of an optimizer: what is known of it}
         # {an optimizer: the line that has built it}
         self.built_at: weakref.WeakKeyDictionary[Any, CodeLine] = weakref.WeakKeyDictionary()
         # {a module inside DDP: a reference to the DistributedDataParallel}
@@ -2258,22 +2264,23 @@ class TrainingObserver:
         self.patches.run(self.find_idle_optimizers)
         self.complete_record()
 
-        # The rest of the training may be long. What refers to models and optimizers would keep their memory.
+        # The rest of the training may be long, and references to models and optimizers would keep their memory.
         self.models.clear()
         self.optimizers.clear()
         del self.loaders, self.scalers, self.states, self.communication
 
     def complete_record(self) -> None:
-        """At the end of the observation: record this rank's number, host and device, and add the number to findings."""
+        """At the end of the observation: record this rank's number, host and device, and name the rank in findings."""
         record = self.record
         if dist.is_initialized():
             self.see_group()
         elif self.store is None:  # the script has never made a group
             record.rank = int(os.environ.get("RANK", 0))
         record.host = socket.gethostname()
-        record.device = torch.backends.cpu.get_cpu_capability()
         if torch.cuda.is_available():
             record.device = torch.cuda.get_device_name()
+        else:
+            record.device = torch.backends.cpu.get_cpu_capability()
         uses_other_library = not OTHER_LIBRARIES.isdisjoint(sys.modules)
         if uses_other_library:
             record.sends_large_tensors = True  # it may send what this check cannot see
@@ -2298,7 +2305,7 @@ class TrainingObserver:
         @functools.wraps(original)
         def replacement(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # While a graph is compiled, or a checkpointed part is recomputed in backward, the script calls no model.
-            is_recomputed = self.running.backwards > 0
+            is_recomputed = self.running.backward_passes > 0
             if torch.compiler.is_compiling() or is_recomputed or not self.patches.observes_call():
                 return original(module, *args, **kwargs)
             return self.call_module(original, module, args, kwargs)
@@ -2313,9 +2320,9 @@ class TrainingObserver:
         """
         inner = uncompiled(module)
         is_ddp = isinstance(inner, DistributedDataParallel)
-        is_called_by_script = self.running.modules == 0
+        is_called_by_script = self.running.module_calls == 0
         is_model = is_called_by_script or is_ddp
-        self.running.modules += 1
+        self.running.module_calls += 1
         forward = None  # the record of this call, if it gets one
         if is_model:
             forward = self.patches.run(self.before_model, inner, args, kwargs)
@@ -2323,15 +2330,16 @@ class TrainingObserver:
             self.patches.run(self.check_wrapper, module)
         if is_ddp:
             self.running.ddp.append(inner)
+        is_dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
         try:
             output = original(module, *args, **kwargs)
-            if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
+            if is_dropout:
                 self.patches.run(self.record_dropout, args, output)
             if forward is not None:
                 self.patches.run(self.after_model, inner, forward)
             return output
         finally:
-            self.running.modules -= 1
+            self.running.module_calls -= 1
             if is_ddp:
                 self.running.ddp.pop()
 
@@ -2350,7 +2358,7 @@ class TrainingObserver:
             return None
         if isinstance(module, DistributedDataParallel):
             for part in module.module.modules():
-                self.wrapper_of[part] = weakref.ref(module)  # by which ``check_wrapper`` finds calls that go past DDP
+                self.wrapper_of[part] = weakref.ref(module)  # with it ``check_wrapper`` finds calls that go past DDP
         model = ObservedModel(module, describe_model(module))
         self.models[id(module)] = model
         return model
@@ -2475,10 +2483,10 @@ class TrainingObserver:
             return
         if len(self.record.dropouts) >= MOST_DROPOUTS:
             return
-        given = args[0]
-        if isinstance(given, DTensor) or isinstance(output, DTensor):
+        activation = args[0]
+        if isinstance(activation, DTensor) or isinstance(output, DTensor):
             return
-        input_checksum, output_checksum = checksums([given, output])
+        input_checksum, output_checksum = checksums([activation, output])
         dropout = Dropout(user_code_line(), ranks, input=input_checksum, output=output_checksum)
         self.record.dropouts.append(dropout)
 
@@ -2487,16 +2495,13 @@ class TrainingObserver:
         """The ranks among which a model's matrices are divided for tensor parallelism, such as (0, 1), or () for none.
 
         fully_shard makes DTensors, too, but divides them among the ranks that average their gradients. So the ranks of
-        a mesh dimension are tensor-parallel if some of them do not average this model's gradients.
+        a mesh's last dimension are tensor-parallel if some of them do not average this model's gradients.
         """
         for model in self.models.values():
+            ranks_that_average = set(model.description.data_ranks)
             for parameter in model.module.parameters():
                 if isinstance(parameter, DTensor):
-                    # By convention tensor parallelism has the last dimension of the mesh.
-                    mesh = parameter.device_mesh
-                    group_of_last_dimension = mesh.get_group(mesh.ndim - 1)
-                    ranks = tuple(dist.get_process_group_ranks(group_of_last_dimension))
-                    ranks_that_average = set(model.description.data_ranks)
+                    ranks = ranks_of_last_dimension(parameter)
                     if not ranks_that_average.issuperset(ranks):
                         return ranks
         return ()
@@ -2538,11 +2543,11 @@ class TrainingObserver:
         did is the same on all ranks, so it numbers the steps by which the ranks are compared. ``original`` is torch's
         function.
         """
-        self.running.backwards += 1
+        self.running.backward_passes += 1
         try:
             return original(*args, **kwargs)
         finally:
-            self.running.backwards -= 1
+            self.running.backward_passes -= 1
             for model in self.models.values():
                 if model.waits_for_backward:
                     model.waits_for_backward = False
@@ -2555,10 +2560,12 @@ class TrainingObserver:
         file _tensor.py calls item().
         """
         is_loss = tensor.dim() == 0 and tensor.grad_fn is not None
-        if is_loss and caller_in_torch() in ("", "_tensor.py"):
-            code_line = user_code_line()
-            if code_line not in self.record.loss_reads:
-                self.record.loss_reads.append(code_line)
+        if not is_loss:  # it is decided first, because to look for the caller takes longer
+            return
+        is_read_by_script = caller_in_torch() in ("", "_tensor.py")
+        code_line = user_code_line()
+        if is_read_by_script and code_line not in self.record.loss_reads:
+            self.record.loss_reads.append(code_line)
 
     def communicated(self) -> None:
         """When the script's own code sends a tensor: record whether it does so in a forward, or for an evaluation.
@@ -2566,7 +2573,7 @@ class TrainingObserver:
         A model that communicates in its forward, as with experts, may rightly get the same batch on several ranks.
         After an evaluation, sending is taken for adding up the ranks' results.
         """
-        is_in_forward = self.running.modules > 0 and self.running.backwards == 0
+        is_in_forward = self.running.module_calls > 0 and self.running.backward_passes == 0
         if is_in_forward:
             for model in self.models.values():
                 model.description.communicates = True
@@ -2595,12 +2602,13 @@ class TrainingObserver:
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """torch calls this after each step of any optimizer. After the last step to observe, the observation ends."""
-        if optimizer is self.running.optimizer:
-            self.running.optimizer = None
-            self.patches.run(self.optimizers[id(optimizer)].end, self)
-            latest_step = self.record.steps[-1]
-            if latest_step.number >= self.steps:
-                self.stop()
+        if optimizer is not self.running.optimizer:  # its step was not observed
+            return
+        self.running.optimizer = None
+        self.patches.run(self.optimizers[id(optimizer)].end, self)
+        latest_step = self.record.steps[-1]
+        if latest_step.number >= self.steps:
+            self.stop()
 
     def begin_step(self, optimizer: Any) -> None:
         """Before a step of an optimizer: tell the other observers, and begin the record of the step."""
@@ -2674,6 +2682,16 @@ class TrainingObserver:
                     if parameter.requires_grad:
                         names[parameter] = name
         return names
+
+
+def ranks_of_last_dimension(parameter: DTensor) -> tuple[int, ...]:
+    """The ranks among which a DTensor is divided along the last dimension of its mesh, with this rank.
+
+    By convention this is the dimension of tensor parallelism.
+    """
+    mesh = parameter.device_mesh
+    group = mesh.get_group(mesh.ndim - 1)
+    return tuple(dist.get_process_group_ranks(group))
 
 
 def batch_statistics(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -2767,7 +2785,8 @@ class ObservedOptimizer:
             return False  # an optimizer of another library may compute its updates without gradients
         if self.unsynchronized:
             return False  # fully_shard holds gradients because it was told not to reduce them, which is another mistake
-        return self.steps >= 3 and not self.with_gradient
+        has_made_several_steps = self.steps >= 3
+        return has_made_several_steps and len(self.with_gradient) == 0
 
     def remember_gradients(self) -> None:
         """Add the parameters that have a gradient now to those that ever had one."""
@@ -2787,10 +2806,10 @@ class ObservedOptimizer:
             calls={},
         )
         for model in self.models:
-            # The record of this step gets a copy, because the model's calls are counted on.
+            # The step gets a copy, because the counts go on.
             step.calls[model.name] = replace(model.calls, code_lines=[*model.calls.code_lines])
             self.check_sharded_gradients(model.module, step.code_line, observer)
-            # The counts go on, but what is recorded of the calls between two steps begins anew.
+            # What is recorded of the calls between two steps begins anew.
             model.calls.synchronized = False
             model.calls.line_in_no_sync = None
             model.calls.line_past_wrapper = None
@@ -2852,10 +2871,7 @@ class ObservedOptimizer:
             key = self.keys[id(parameter)]
             if gradient is None or record.parameters[key].kind != "DTensor":
                 continue
-            is_to_be_summed = isinstance(gradient, DTensor) and any(
-                placement.is_partial() for placement in gradient.placements
-            )
-            if is_to_be_summed:  # over ranks, so each rank has another part of it
+            if is_to_be_summed(gradient):
                 continue
             own_part = local_part(gradient).detach()
             sum_of_sizes: Any = own_part.float().abs().sum().tolist()
@@ -2877,6 +2893,13 @@ class ObservedOptimizer:
         if self.unsynchronized:
             sentence = "The optimizer steps while fully_shard holds gradients that it has not reduced."
             observer.record.add_finding("not_synchronized", code_line, sentence)
+
+
+def is_to_be_summed(gradient: torch.Tensor) -> bool:
+    """Whether a gradient is a DTensor that is still to be summed over ranks, so that each rank has its own summand."""
+    if not isinstance(gradient, DTensor):
+        return False
+    return any(placement.is_partial() for placement in gradient.placements)
 
 
 def possible_owners(observer: TrainingObserver) -> list[ObservedModel]:
@@ -2922,7 +2945,10 @@ def holds_unreduced_gradient(fsdp_parameter: Any) -> bool:
 
 def parameters_of(optimizer: Any) -> list[Any]:
     """The parameters of all groups of an optimizer, in order."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters: list[Any] = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+    return parameters
 
 
 def learning_rates_of(optimizer: Any) -> tuple[float, ...]:
@@ -2943,12 +2969,12 @@ def settings_of(optimizer: Any) -> int:
     Ranks whose optimizers have different settings train models of their own on purpose, as in a search for the best
     settings.
     """
-    no_settings = ("params", "lr", "initial_lr", "param_names")
+    left_out = ("params", "lr", "initial_lr", "param_names")
     settings = []
     for group in optimizer.param_groups:
         for name, value in group.items():
             is_plain = isinstance(value, (int, float, bool, str, tuple, type(None)))
-            if is_plain and name not in no_settings:
+            if is_plain and name not in left_out:
                 settings.append((name, value))
     return crc(settings)
 
@@ -3021,14 +3047,16 @@ def is_on_mesh_of_one(parameter: DTensor) -> bool:
 
 
 def is_averaged(ddp: DistributedDataParallel, name: str) -> bool:
-    """Whether DDP gives all ranks the same gradient of the parameter of this name.
+    """Whether DDP certainly gives all ranks the same gradient of the parameter of this name.
 
-    A communication hook replaces DDP's own averaging. Of a hook that is not in AVERAGING_HOOKS nothing is certain.
+    It does not for a parameter that it was told to ignore. A communication hook replaces DDP's own averaging, and only
+    the hooks in AVERAGING_HOOKS are known to average, too.
     """
     if name in ddp.parameters_to_ignore:
         return False
     for hook, _ in getattr(ddp, "_comm_hooks", []):  # each hook comes with its state
-        if getattr(hook, "__name__", "") not in AVERAGING_HOOKS:
+        hook_name = getattr(hook, "__name__", "")
+        if hook_name not in AVERAGING_HOOKS:
             return False
     return True
 
@@ -3037,7 +3065,7 @@ def replicas_of(parameter: DTensor) -> tuple[int, ...]:
     """The ranks that hold the same part of a DTensor as this rank, with itself: (0, 2). Empty if no other rank does.
 
     A mesh arranges the ranks in a grid. Along a dimension on which the DTensor is replicated, all ranks hold the same.
-    Along the others it is divided, so there they must have this rank's coordinate.
+    Along the others it is divided, so a replica must be at this rank's own coordinate there.
     """
     mesh = parameter.device_mesh
     own_coordinate: Any = mesh.get_coordinate()
@@ -3104,11 +3132,12 @@ def equal(values: Iterable[Any]) -> bool:
 def is_wrapped(records: Sequence[Record]) -> bool:
     """Whether some model is wrapped, so that several ranks average its gradients.
 
-    Beside a wrapped model, an unwrapped one may be a reference that each rank trains alone, so nothing is said of it.
+    If so, unwrapped models are not judged: one may be a reference that each rank trains alone on purpose.
     """
     for record in records:
-        if any(len(model.data_ranks) > 1 for model in record.models.values()):
-            return True
+        for model in record.models.values():
+            if len(model.data_ranks) > 1:
+                return True
     return False
 
 
