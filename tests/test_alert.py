@@ -32,15 +32,23 @@ def alert():
 
 @pytest.fixture
 def names(alert):
-    """A function that returns the names of the troubles of a job, which trains and saves but for what it is told."""
+    """A function that returns the names of the troubles that alert.py finds in a job, such as ``["HANGS", "OLD"]``.
 
-    def find(**known):
-        started = NOW - timedelta(days=2)
-        log = [alert.LogLine(NOW - timedelta(seconds=2 * number), 2.0) for number in range(30, 0, -1)]
-        facts = {"entry": alert.QueueEntry("RUNNING", started, "None"), "log": log}
-        facts["newest_save"] = NOW - timedelta(minutes=50)
-        job = alert.Job(now=NOW, **facts | known)
-        limits = alert.Limits(step_seconds=2.0, save_hours=1, silent_minutes=15)
+    Called without arguments, it takes a job without trouble: it runs since two days, its last 30 steps took two seconds
+    each, and it saved 50 minutes ago. ``names(newest_save=None)`` is the same job, but without a checkpoint.
+    """
+    steps = []
+    for number in range(30, 0, -1):
+        steps.append(alert.LogLine(NOW - timedelta(seconds=2 * number), 2.0))
+    healthy = {
+        "entry": alert.QueueEntry("RUNNING", NOW - timedelta(days=2), "None"),
+        "log": steps,
+        "newest_save": NOW - timedelta(minutes=50),
+    }
+    limits = alert.Limits(step_seconds=2.0, save_hours=1, silent_minutes=15)
+
+    def find(**differences):
+        job = alert.Job(now=NOW, **{**healthy, **differences})
         return [trouble.name for trouble in alert.find_troubles(job, limits)]
 
     return find
@@ -65,13 +73,19 @@ def test_what_squeue_says_comes_first(names, alert):
         assert names(entry=alert.QueueEntry(state, None, "Resources"), **silent) == []
 
 
-@pytest.mark.parametrize(("silent", "expected"), [(14, []), (16, ["HANGS"])])
-def test_silence_counts_from_the_last_line_or_from_the_last_start(names, alert, silent, expected):
-    old_log = [alert.LogLine(minutes_ago(silent), 2.0)]
-    assert names(log=old_log) == expected
-    just_started = alert.QueueEntry("RUNNING", minutes_ago(silent), "None")
-    assert names(log=[alert.LogLine(minutes_ago(300), 2.0)], entry=just_started) == expected
-    assert names(log=[], entry=just_started) == expected
+# With the limit of 15 minutes, a job that has been silent for 14 has no trouble, and one that has for 16 hangs.
+@pytest.mark.parametrize(("minutes", "expected"), [(14, []), (16, ["HANGS"])])
+def test_silence_counts_from_the_last_line_of_the_log(names, alert, minutes, expected):
+    last_line = alert.LogLine(minutes_ago(minutes), 2.0)
+    assert names(log=[last_line]) == expected
+
+
+@pytest.mark.parametrize(("minutes", "expected"), [(14, []), (16, ["HANGS"])])
+def test_silence_counts_from_the_last_start_if_no_line_came_after_it(names, alert, minutes, expected):
+    started = alert.QueueEntry("RUNNING", minutes_ago(minutes), "None")
+    line_before_the_start = alert.LogLine(minutes_ago(300), 2.0)
+    assert names(entry=started, log=[line_before_the_start]) == expected
+    assert names(entry=started, log=[]) == expected
 
 
 def test_a_job_without_a_log_has_its_own_message_after_the_same_time(names, alert):

@@ -6,43 +6,93 @@ import pytest
 
 from helpers.export import chapters
 
-COMPUTE, NCCL = 7, 20  # streams
+# The numbers of a GPU's two CUDA streams: PyTorch computes on the one, and NCCL communicates on the other.
+COMPUTE_STREAM = 7
+NCCL_STREAM = 20
+CPU_PROCESS = 4242
+STEP_MICROSECONDS = 1000
+# Names of GPU kernels, as the profiler writes them.
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
-KERNEL = "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>(int)"
+ELEMENTWISE = "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>(int)"
 
 
-def complete(cat, name, ts, dur, pid, tid):
-    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "pid": pid, "tid": tid, "args": {}}
+def span(category, name, start, duration, process, thread):
+    """An event that lasts for some time, in the format of Chrome's traces. Times are in microseconds."""
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "ts": start,
+        "dur": duration,
+        "pid": process,
+        "tid": thread,
+        "args": {},
+    }
 
 
-def step_of_a_gpu(number, begin, gpu):
-    """A step of 1000 us: kernels at 100-500 and 700-900, an all-reduce at 400-800, which they hide by half.
+def events_on_cpu(step, begin):
+    """What the CPU does in a step: it launches all work of the GPU in the step's first 90 us.
 
-    The CPU is ahead: it launches everything in the step's first 90 us, under names that a CPU's trace has too.
+    The names of these events are also in the trace of a program that has no GPU.
     """
-    arrow = {"id": number, "cat": "ac2g", "name": "ac2g"}
+
+    def on_cpu(category, name, start, duration):
+        return span(category, name, begin + start, duration, CPU_PROCESS, thread=CPU_PROCESS)
+
     return [
-        complete("user_annotation", f"ProfilerStep#{number}", begin, 1000, 4242, 4242),
-        complete("gpu_user_annotation", f"ProfilerStep#{number}", begin + 100, 800, gpu, COMPUTE),
-        complete("cpu_op", "aten::addmm", begin + 10, 30, 4242, 4242),
-        complete("cuda_runtime", "cudaLaunchKernel", begin + 20, 5, 4242, 4242),
-        complete("user_annotation", "nccl:all_reduce", begin + 50, 40, 4242, 4242),
-        {**arrow, "ph": "s", "pid": 4242, "tid": 4242, "ts": begin + 20},
-        {**arrow, "ph": "f", "pid": gpu, "tid": COMPUTE, "ts": begin + 100, "bp": "e"},
-        complete("kernel", "ampere_sgemm_128x64_tn", begin + 100, 300, gpu, COMPUTE),
-        complete("kernel", KERNEL, begin + 400, 100, gpu, COMPUTE),
-        complete("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", begin + 60, 20, gpu, COMPUTE),
-        complete("kernel", ALL_REDUCE, begin + 400, 400, gpu, NCCL),
-        complete("kernel", "ampere_sgemm_128x64_nn", begin + 700, 200, gpu, COMPUTE),
+        on_cpu("user_annotation", f"ProfilerStep#{step}", 0, STEP_MICROSECONDS),
+        on_cpu("cpu_op", "aten::addmm", 10, 30),
+        on_cpu("cuda_runtime", "cudaLaunchKernel", 20, 5),
+        on_cpu("user_annotation", "nccl:all_reduce", 50, 40),
     ]
 
 
-def trace(gpu, ahead=0.0):
-    """A rank's trace of two steps on a GPU, by a clock that is ``ahead`` us ahead."""
-    names = {"ph": "M", "name": "process_name", "pid": gpu, "tid": 0, "ts": ahead, "args": {"name": "python"}}
-    spans = complete("Trace", "PyTorch Profiler (0)", ahead, 2100, "Spans", "PyTorch Profiler")
-    events = [event for number in (0, 1) for event in step_of_a_gpu(number, ahead + 50 + 1000 * number, gpu)]
-    return {"deviceProperties": [{"id": gpu, "name": "GPU"}], "traceEvents": [names, spans, *events]}
+def events_on_gpu(step, begin, gpu):
+    """What a GPU does in a step: kernels compute at 100-500 and 700-900 us, an all-reduce runs at 400-800 us.
+
+    So half of the all-reduce overlaps with kernels that compute.
+    """
+
+    def on_gpu(category, name, start, duration, stream=COMPUTE_STREAM):
+        return span(category, name, begin + start, duration, gpu, thread=stream)
+
+    return [
+        on_gpu("gpu_user_annotation", f"ProfilerStep#{step}", 100, 800),
+        on_gpu("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 60, 20),
+        on_gpu("kernel", "ampere_sgemm_128x64_tn", 100, 300),
+        on_gpu("kernel", ELEMENTWISE, 400, 100),
+        on_gpu("kernel", ALL_REDUCE, 400, 400, stream=NCCL_STREAM),
+        on_gpu("kernel", "ampere_sgemm_128x64_nn", 700, 200),
+    ]
+
+
+def arrow_from_launch_to_kernel(step, begin, gpu):
+    """The arrow that a viewer draws from the launch on the CPU to the kernel on the GPU: its start and its end."""
+    arrow = {"id": step, "cat": "ac2g", "name": "ac2g"}  # from an asynchronous CPU call to the GPU
+    return [
+        {**arrow, "ph": "s", "pid": CPU_PROCESS, "tid": CPU_PROCESS, "ts": begin + 20},
+        {**arrow, "ph": "f", "pid": gpu, "tid": COMPUTE_STREAM, "ts": begin + 100, "bp": "e"},
+    ]
+
+
+def trace(gpu, clock_offset=0.0):
+    """The trace of a rank that runs two steps on a GPU. The rank's clock is ``clock_offset`` microseconds ahead."""
+    process_name = {
+        "ph": "M",
+        "name": "process_name",
+        "pid": gpu,
+        "tid": 0,
+        "ts": clock_offset,
+        "args": {"name": "python"},
+    }
+    whole_recording = span("Trace", "PyTorch Profiler (0)", clock_offset, 2100, "Spans", "PyTorch Profiler")
+    events = [process_name, whole_recording]
+    for step in range(2):
+        begin = clock_offset + 50 + STEP_MICROSECONDS * step
+        events += events_on_cpu(step, begin)
+        events += events_on_gpu(step, begin, gpu)
+        events += arrow_from_launch_to_kernel(step, begin, gpu)
+    return {"deviceProperties": [{"id": gpu, "name": "GPU"}], "traceEvents": events}
 
 
 @pytest.fixture(scope="module")
@@ -53,19 +103,32 @@ def chapter(tmp_path_factory):
 
 
 def test_kernels_and_nothing_else_are_compute_and_communication(chapter):
-    summary = chapter["summary"](trace(0))
-    expected = {"steps": 2, "step": 1, "compute": 0.6, "communication": 0.4, "overlap": 0.5, "waiting": 0.2, "own": 0.8}
-    assert summary == pytest.approx(expected)
+    expected = {
+        "steps": 2,
+        "step": 1,  # milliseconds, as the following times
+        "compute": 0.6,  # 400 and 200 us
+        "communication": 0.4,
+        "overlap": 0.5,  # half of the communication
+        "waiting": 0.2,
+        "own": 0.8,
+    }
+    assert chapter["summary"](trace(gpu=0)) == pytest.approx(expected)
 
 
 def test_ranks_are_merged_on_one_clock(chapter):
-    traces = [trace(0), trace(1, ahead=7_000_000.0)]
+    """The clocks of two ranks differ by seven seconds. In the merged trace, they say the same of the same event."""
+    traces = [trace(gpu=0), trace(gpu=1, clock_offset=7_000_000.0)]
     merged = chapter["merge_traces"](traces)["traceEvents"]
-    for name in ("ncclDevKernel", "ampere_sgemm_128x64_tn", "ProfilerStep#1"):
-        events = [event for event in merged if event["name"].startswith(name) and event["ph"] == "X"]
-        times = {0: [], 1: []}
-        for event in events:
-            times[event["pid"] // 1000].append(event["ts"])
-        assert times[0] and sorted(times[0]) == pytest.approx(sorted(times[1]))
-    arrows = [event["id"] for event in merged if event["ph"] == "s"]
-    assert len(arrows) == len(set(arrows)) == 4
+
+    for name in ["ncclDevKernel", "ampere_sgemm_128x64_tn", "ProfilerStep#1"]:
+        times_by_rank = {0: [], 1: []}
+        for event in merged:
+            if event["ph"] == "X" and event["name"].startswith(name):
+                rank = event["pid"] // 1000  # the merged trace numbers the processes of rank 1 from 1000 on
+                times_by_rank[rank].append(event["ts"])
+        assert times_by_rank[0] != []
+        assert sorted(times_by_rank[0]) == pytest.approx(sorted(times_by_rank[1]))
+
+    ids_of_arrows = [event["id"] for event in merged if event["ph"] == "s"]
+    assert len(ids_of_arrows) == 4
+    assert len(set(ids_of_arrows)) == 4, "an arrow of one rank may not lead to the other"

@@ -86,16 +86,16 @@ def notebook_of(*sources):
 def test_a_fingerprint_is_that_of_the_code_cells(tmp_path):
     path = tmp_path / "a.ipynb"
 
-    def of(notebook):
+    def fingerprint_of(notebook):
         nbformat.write(notebook, path)
         return fingerprint(path)
 
     notebook = notebook_of("x = 1", "y = 2")
-    first = of(notebook)
+    first = fingerprint_of(notebook)
     notebook.cells[0].source = "# Other words"
     notebook.cells[1].execution_count = 7
-    assert of(notebook) == first
-    assert of(notebook_of("x = 1", "y = 3")) != first
+    assert fingerprint_of(notebook) == first
+    assert fingerprint_of(notebook_of("x = 1", "y = 3")) != first
 
 
 # --- what a test run records ------------------------------------------------------------------------------------------
@@ -178,8 +178,11 @@ def test_pytest_writes_the_file_where_it_is_asked(project):
 
 def test_the_line_says_when_and_on_what():
     def line(runs, is_changed=False, is_notebook=True):
-        fingerprint_now = "changed" if is_changed else "code"
-        return book_verified.sentence(PageRecord("code", runs), fingerprint_now, is_notebook)
+        """The line of a page that passed these runs, and has changed since or not."""
+        recorded = PageRecord("code", runs)
+        if is_changed:
+            return book_verified.sentence(recorded, "changed", is_notebook)
+        return book_verified.sentence(recorded, "code", is_notebook)
 
     date_and_versions = "on 30 November 2026 with PyTorch 2.9.1, 2.13.0 and 2.15.0, Python 3.11 and 3.14."
     assert line([NEW, OLD, OLDEST]) == f"Last run {date_and_versions}"
@@ -191,18 +194,33 @@ def test_the_line_says_when_and_on_what():
     assert line([]) == book_verified.sentence(None, "code", is_notebook=True) == "Not yet run in full."
 
 
+def source_of(page):
+    """The file of a page, which is a notebook or a Markdown file."""
+    notebook = ROOT / f"{page}.ipynb"
+    if notebook.exists():
+        return notebook
+    return ROOT / f"{page}.md"
+
+
 def test_each_page_and_its_markdown_end_with_the_line(book):
     """It is the last thing of the article, once, and no link is beside it where no repository is named."""
     record = read_record(ROOT / "notebooks" / FILE_NAME)
     for name in toc_files():
-        [source] = [path for path in ROOT.glob(f"{name}.*") if path.suffix in (".md", ".ipynb")]
-        line = book_verified.sentence(record.pages.get(name), fingerprint(source), source.suffix == ".ipynb")
+        source = source_of(name)
+        is_notebook = source.suffix == ".ipynb"
+        expected = book_verified.sentence(record.pages.get(name), fingerprint(source), is_notebook)
+
         html = (book.html / f"{name}.html").read_text(encoding="utf-8")
-        end = html.partition("</article>")[0][-1000:]
         assert html.count('class="last-run"') == 1, name
-        shown = BeautifulSoup(end, "html.parser").select_one(".last-run")
-        assert (shown.text, shown.find_next_sibling(), shown.a) == (line, None, None), name
-        assert (book.html / f"{name}.md").read_text(encoding="utf-8").splitlines()[-1] == line, name
+        article, _, _ = html.partition("</article>")
+        end_of_article = BeautifulSoup(article[-1000:], "html.parser")
+        line = end_of_article.select_one(".last-run")
+        assert line.text == expected, name
+        assert line.find_next_sibling() is None, name
+        assert line.a is None, name
+
+        markdown = (book.html / f"{name}.md").read_text(encoding="utf-8")
+        assert markdown.splitlines()[-1] == expected, name
 
 
 def test_the_link_names_the_page():

@@ -44,11 +44,15 @@ def title_of(cell: nodes.Element, box: nodes.Element, solution_number: int) -> s
 
 
 def box_title(tags: Sequence[str], source: str, hides_output: bool, has_figure: bool, solution_number: int) -> str:
-    """The title of one of a cell's closed boxes, such as "Imports" or "Code: train, evaluate": it says what is inside.
+    """The title of a closed box on the page of a notebook, which has the code of a cell, or what the cell printed.
 
-    ``tags`` and ``source`` are the cell's tags and its code. ``hides_output`` says that the box has what the cell
-    printed, and not its code. ``has_figure`` says that the cell draws a figure. ``solution_number`` is for the solution
-    of an exercise, whose box has the title ``Solution 3``. Other cells ignore it.
+    The title says what is in the box. The first of these cases that applies decides:
+
+    - the cell solves an exercise: "Solution 3", with ``solution_number``, which only this case uses
+    - the box has the cell's output (``hides_output``), or the whole cell: "Run it: what happens"
+    - one of the cell's tags has a title in TITLES: "Imports"
+    - the cell draws a figure (``has_figure``): "How this figure is drawn"
+    - otherwise, the title names what the code in ``source`` defines: "Code: train, evaluate"
     """
     if "solution" in tags:
         return f"Solution {solution_number}"
@@ -96,7 +100,8 @@ def title_of_end(source: str) -> str:
 
 def listing_of(cell: nodes.Element) -> nodes.literal_block:
     """The code of a cell on the page. It comes before the outputs, which may be listings too."""
-    return next(iter(cell.findall(nodes.literal_block)))
+    listings = list(cell.findall(nodes.literal_block))
+    return listings[0]
 
 
 def has_figure(cell: nodes.Element) -> bool:

@@ -75,44 +75,49 @@ def markdown(source: Path) -> str:
 
 
 def parts_of_cell(cell: dict[str, Any], solution_number: int) -> list[str]:
-    """A notebook's code cell as pieces of Markdown, in the order of the page: its code, and what it printed or drew.
+    """A code cell of a notebook as pieces of Markdown: its code, and what it printed or drew.
 
-    The cell's tags say what the page shows in a closed box, which here is a ``<details>`` with the box's title:
-    ``hide-input`` is for the code, ``hide-output`` for what the cell printed, ``hide-cell`` for both in one box.
+    A tag of the cell may say that the page shows a part of it in a box that is closed at first. In Markdown, such a box
+    is a ``<details>`` with a title:
 
-    The box of an exercise's solution has the title ``Solution 3``, from ``solution_number``. Other cells ignore it.
+    - ``hide-input``: the code is in a box
+    - ``hide-output``: what the cell printed or drew is in a box
+    - ``hide-cell``: both are in the same box
+
+    ``solution_number`` is for a cell that solves an exercise: its box has the title ``Solution 3``.
     """
     source = "".join(cell["source"])
     tags = cell["metadata"].get("tags", [])
-    language_of_outputs = "text"
-    if "diff" in tags:  # the cell prints a diff of two files, which the page shows in the colors of one
-        language_of_outputs = "diff"
-    output_parts: list[str] = []
-    for output in cell["outputs"]:
-        output_parts += parts_of_output(output, language_of_outputs)
+    output_parts = parts_of_outputs(cell["outputs"], tags)
     has_figure = any(part.startswith("*Figure: ") for part in output_parts)
-
-    # The titles of the two boxes that the cell may have: one closes its code, and one closes what it printed.
     code_title = box_title(tags, source, hides_output=False, has_figure=has_figure, solution_number=solution_number)
-    output_title = box_title(tags, source, hides_output=True, has_figure=has_figure, solution_number=solution_number)
 
     if "hide-cell" in tags:
         return [details(code_title, fenced(source, "python"), *output_parts)]
 
-    code_is_closed = "hide-input" in tags
-    if code_is_closed:
-        code_parts = [details(code_title, fenced(source, "python"))]
+    if "hide-output" in tags:
+        title = box_title(tags, source, hides_output=True, has_figure=has_figure, solution_number=solution_number)
+        output_parts = [details(title, *output_parts)]
+
+    if "hide-input" not in tags:
+        return parts_of_open_code(source, tags) + output_parts
+
+    code_box = details(code_title, fenced(source, "python"))
+    if has_figure and "hide-output" not in tags:
+        return [*output_parts, code_box]  # few readers want the code that draws a figure, so the figure comes first
+    return [code_box, *output_parts]
+
+
+def parts_of_outputs(outputs: list[dict[str, Any]], tags: list[str]) -> list[str]:
+    """What a cell with these tags printed and drew, as pieces of Markdown."""
+    if "diff" in tags:  # the cell prints a diff of two files, whose lines get the colors of one
+        language = "diff"
     else:
-        code_parts = parts_of_open_code(source, tags)
-
-    outputs_are_closed = "hide-output" in tags
-    if outputs_are_closed:
-        output_parts = [details(output_title, *output_parts)]
-
-    figure_is_open = has_figure and not outputs_are_closed
-    if code_is_closed and figure_is_open:
-        return output_parts + code_parts  # the figure comes first, because few readers want the code that draws it
-    return code_parts + output_parts
+        language = "text"
+    parts: list[str] = []
+    for output in outputs:
+        parts += parts_of_output(output, language)
+    return parts
 
 
 def parts_of_open_code(source: str, tags: list[str]) -> list[str]:
@@ -325,7 +330,9 @@ def lines_of_object(name: str, text: str) -> list[str]:
     """The lines of a class or a function of a Python file, with its decorators."""
     for node in ast.parse(text).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
-            first_line = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            first_line = node.lineno
+            if node.decorator_list:
+                first_line = node.decorator_list[0].lineno
             return text.splitlines()[first_line - 1 : node.end_lineno]
     raise ValueError(f"the file has no class or function {name}")
 
@@ -333,7 +340,10 @@ def lines_of_object(name: str, text: str) -> list[str]:
 def position_of(quoted_text: str, lines: list[str]) -> int:
     """The number, from 0, of the first line that has a text. An option of a page gives the text in quotes."""
     text = quoted_text.strip('"')
-    return next(number for number, line in enumerate(lines) if text in line)
+    for number, line in enumerate(lines):
+        if text in line:
+            return number
+    raise ValueError(f"no line has the text {text}")
 
 
 def image(directive: Directive) -> str:
@@ -349,10 +359,12 @@ def cell(directive: Directive) -> str:
     chapter_name, cell_id = directive.argument.split()
     chapter = Chapter(root_of(directive.source) / "notebooks" / f"{chapter_name}.ipynb")
     shown = chapter.cell(cell_id)
-    outputs = [part for output in shown["outputs"] for part in parts_of_output(output, "text")]
-    if "output-only" in directive.options:
-        return "\n\n".join(outputs)
-    return "\n\n".join([fenced("".join(shown["source"]), "python"), *outputs])
+    parts: list[str] = []
+    if "output-only" not in directive.options:
+        parts.append(fenced(chapter.source(cell_id), "python"))
+    for output in shown["outputs"]:
+        parts += parts_of_output(output, "text")
+    return "\n\n".join(parts)
 
 
 def hero(directive: Directive) -> str:
@@ -440,12 +452,15 @@ def write_pages(app: Sphinx, exception: Exception | None) -> None:
     """
     if exception or app.builder.format != "html":
         return
-    lines = [f"# {app.config.html_title}", "", f"> {PROMISE}", ""]
-    for page in [app.config.root_doc, *app.env.toctree_includes[app.config.root_doc]]:
-        text = markdown(Path(app.env.doc2path(page)))
-        Path(app.outdir, f"{page}.md").write_text(f"{text}\n{last_run(app, page)}\n", encoding="utf-8")
-        lines.append(f"- [{app.env.titles[page].astext()}]({page}.md)")
-    Path(app.outdir, "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    first_page = app.config.root_doc
+    lines_of_llms_txt = [f"# {app.config.html_title}", "", f"> {PROMISE}", ""]
+    for page in [first_page, *app.env.toctree_includes[first_page]]:
+        source = Path(app.env.doc2path(page))
+        text = f"{markdown(source)}\n{last_run(app, page)}\n"
+        Path(app.outdir, f"{page}.md").write_text(text, encoding="utf-8")
+        title = app.env.titles[page].astext()
+        lines_of_llms_txt.append(f"- [{title}]({page}.md)")
+    Path(app.outdir, "llms.txt").write_text("\n".join(lines_of_llms_txt) + "\n", encoding="utf-8")
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

@@ -114,8 +114,10 @@ def control(entry: form.Input, sizes: dict[str, int]) -> str:
     if entry.choices:
         options = ""
         for text in entry.choices:
-            selected = " selected" if text == entry.value else ""
-            options += f"<option{selected}>{text}</option>"
+            if text == entry.value:
+                options += f"<option selected>{text}</option>"
+            else:
+                options += f"<option>{text}</option>"
         box = f'<select name="{entry.name}">{options}</select>'
     else:
         shown = f'value="{entry.value}" placeholder="{sizes.get(entry.name, "")}"'

@@ -16,9 +16,10 @@ from sphinx.errors import ExtensionError
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
 QUESTIONS = "book/questions"
+# A row of a table: ``| A question | See [DDP](../notebooks/04_ddp.ipynb#a-section) | `eval-means` |``
 ROW = re.compile(r"^\| .+\]\(\.\./(?P<page>[\w/]+)\.ipynb#[^)]+\) \| (?P<proof>.+) \|$", flags=re.M)
-LINK = re.compile(r"\[.*?\]\(.*?\)")
-CELL = re.compile(r"`([^`]+)`")
+LINK = re.compile(r"\[.*?\]\(.*?\)")  # [a text](address)
+CELL = re.compile(r"`([^`]+)`")  # a cell's id: `eval-means`
 
 
 def proofs_of(text: str) -> dict[str, set[str]]:
@@ -28,7 +29,9 @@ def proofs_of(text: str) -> dict[str, set[str]]:
     """
     proofs: defaultdict[str, set[str]] = defaultdict(set)
     for row in ROW.finditer(text):
-        proofs[row["page"]].update(CELL.findall(LINK.sub("", row["proof"])))
+        without_links = LINK.sub("", row["proof"])
+        cell_ids = CELL.findall(without_links)
+        proofs[row["page"]].update(cell_ids)
     return proofs
 
 
@@ -66,7 +69,10 @@ def link_proofs(row: nodes.row) -> None:
     page = links[-1]["refuri"].partition("#")[0]
     cell_ids = list(proof.findall(nodes.literal))
     for number, cell_id in enumerate(cell_ids, start=1):
-        text = "proof" if len(cell_ids) == 1 else f"proof {number}"
+        if len(cell_ids) == 1:
+            text = "proof"
+        else:
+            text = f"proof {number}"
         target = f"{page}#{anchor_of(cell_id.astext())}"
         link = nodes.reference("", text, refuri=target, internal=True, classes=["proof"])
         cell_id.parent.replace(cell_id, link)
@@ -96,9 +102,12 @@ def mark_cells(document: nodes.document, notebook: Path, cell_ids: set[str]) -> 
 
 def last_listing_of_code(cell: nodes.Element) -> nodes.literal_block:
     """The last listing of a cell that is code, and not output. Outputs are in a container of their own."""
-    outputs = {id(listing) for part in outputs_of(cell) for listing in part.findall(nodes.literal_block)}
-    code = [listing for listing in cell.findall(nodes.literal_block) if id(listing) not in outputs]
-    return code[-1]
+    ids_of_outputs = set()  # nodes cannot be compared, so they are known by their ids in Python
+    for container in outputs_of(cell):
+        for listing in container.findall(nodes.literal_block):
+            ids_of_outputs.add(id(listing))
+    listings_of_code = [listing for listing in cell.findall(nodes.literal_block) if id(listing) not in ids_of_outputs]
+    return listings_of_code[-1]
 
 
 def outputs_of(cell: nodes.Element) -> list[nodes.container]:

@@ -93,16 +93,23 @@ def reading_order(chapter: str) -> tuple[float, str]:
 
 def table(head: list[str], rows: list[list[str]]) -> nodes.table:
     """A table of texts, built of nodes as docutils wants it."""
+    body = nodes.tbody()
+    for row in rows:
+        body += table_row(row)
     group = nodes.tgroup(cols=len(head))
-    group += [nodes.colspec(colwidth=1) for _ in head]
+    for _ in head:
+        group += nodes.colspec(colwidth=1)
     group += nodes.thead("", table_row(head))
-    group += nodes.tbody("", *(table_row(row) for row in rows))
+    group += body
     return nodes.table("", group, classes=["lies"])
 
 
 def table_row(texts: list[str]) -> nodes.row:
     """A row of cells with these texts."""
-    return nodes.row("", *(nodes.entry("", nodes.paragraph("", text)) for text in texts))
+    row = nodes.row()
+    for text in texts:
+        row += nodes.entry("", nodes.paragraph("", text))
+    return row
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

@@ -38,7 +38,10 @@ def sentence(recorded: PageRecord | None, fingerprint_now: str, is_notebook: boo
     ``recorded`` has the runs of the tests that the page passed, and the page's fingerprint at that time.
     ``fingerprint_now`` is a different one if the page has changed since.
     """
-    verb = "run" if is_notebook else "checked"  # a page without cells is not run; the tests check its HTML
+    if is_notebook:
+        verb = "run"
+    else:  # a page without cells is not run; the tests check its HTML
+        verb = "checked"
     if recorded is None or not recorded.runs:
         return f"Not yet {verb} in full."
     newest = date.fromisoformat(max(run.date for run in recorded.runs))

@@ -87,7 +87,9 @@ class Minutes(SphinxRole):
         path = Path(self.env.srcdir, "notebooks", f"{self.text}.ipynb")
         self.env.note_dependency(str(path))
         text = f"{minutes(path)} minutes"
-        return [nodes.inline(text, text, classes=["minutes"])], []
+        time_to_read = nodes.inline(text, text, classes=["minutes"])
+        messages: list[nodes.system_message] = []
+        return [time_to_read], messages
 
 
 # --- the list of the chapters -----------------------------------------------------------------------------------------

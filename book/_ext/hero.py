@@ -54,8 +54,9 @@ LAST_SENTENCE = {  # what the picture says at the end; {sums} are the sums that 
     Ending.LOST: "The other ranks have ended, so rank 0 loses its connection.",
     Ending.RIGHT: "Fixed: every rank makes the call, and the sums are right.",
 }
-# The line that begins the mistake at a place, and a call of a collective with the tensor that it is given.
+# The line that begins a mistake: ``if place == "in the loop" and rank in callers:``
 MISTAKE = re.compile(r'if place == "(?P<place>.*)" and rank in callers:')
+# A call of a collective, with the tensor that it is given: ``dist.all_reduce(loss``
 COLLECTIVE = re.compile(r"dist\.(?P<name>all_reduce|broadcast)\((?P<tensor>\w+)")
 
 
@@ -188,7 +189,7 @@ def lines_of(source: str, mistake_place: str, is_repaired: bool) -> list[Line]:
     # Not shown are the docstring, ``rank = dist.get_rank()`` and ``weight = torch.tensor(0.0)`` at the top, and the
     # statement at the end, which is a ``return``.
     shown_statements = function.body[3:-1]
-    lines = list(lines_of_statements(shown_statements, source.splitlines(), mistake_place, is_repaired))
+    lines = lines_of_statements(shown_statements, source.splitlines(), mistake_place, is_repaired)
 
     # All lines are highlighted together, because the color of a word may depend on the lines above it.
     code = "\n".join(line.text for line in lines)
@@ -204,47 +205,55 @@ def lines_of_statements(
     mistake_place: str,
     is_repaired: bool,
     indent: str = "",
-) -> Iterator[Line]:
-    """Yield the lines that the first page's animation shows of these statements, and of those inside them.
+) -> list[Line]:
+    """The lines that the first page's animation shows of these statements of a training loop, and of those inside them.
 
-    The statements are those of ``train_by_hand``, which has the same mistake at three places. The animation shows one
-    of them. If ``mistake_place`` is "in the loop", it shows of these lines::
+    The loop has the same mistake at several places, and the animation shows only the one at ``mistake_place``. If that
+    is "in the loop", these lines are shown so::
 
         for step in range(2):                               # shown as it is
-            if place == "in the loop" and rank in callers:  # shown as `lines_of_mistake` says
+            if place == "in the loop" and rank in callers:  # the mistake that is shown: see `lines_of_mistake`
                 dist.all_reduce(loss)
-        if place == "after the loop" and rank in callers:   # left out
-            dist.all_reduce(loss)                           # left out, too
+        if place == "after the loop" and rank in callers:   # another mistake: left out, with the call below it
+            dist.all_reduce(loss)
 
-    ``source_lines`` are all lines of the function. ``indent`` is what the lines that are yielded begin with.
+    ``source_lines`` are all lines of the file that ``statements`` were parsed from. Each line of the result begins with
+    ``indent``.
     """
+    lines: list[Line] = []
     for statement in statements:
         first_line = source_lines[statement.lineno - 1].strip()
         mistake = MISTAKE.match(first_line)
-        if mistake is None:
-            yield Line(indent + first_line, is_marked=False)
-            if isinstance(statement, ast.For):
-                yield from lines_of_statements(
-                    statement.body, source_lines, mistake_place, is_repaired, indent=indent + "    "
-                )
-        elif mistake["place"] == mistake_place:
-            assert isinstance(statement, ast.If)
-            yield from lines_of_mistake(statement, source_lines, is_repaired, indent)
+        if mistake is not None:
+            is_shown = mistake["place"] == mistake_place
+            if is_shown:
+                assert isinstance(statement, ast.If)
+                lines += lines_of_mistake(statement, source_lines, is_repaired, indent)
+            continue
+
+        lines.append(Line(indent + first_line, is_marked=False))
+        if isinstance(statement, ast.For):
+            body_indent = indent + "    "
+            lines += lines_of_statements(statement.body, source_lines, mistake_place, is_repaired, body_indent)
+    return lines
 
 
-def lines_of_mistake(mistake: ast.If, source_lines: list[str], is_repaired: bool, indent: str) -> Iterator[Line]:
-    """Yield the lines that the first page's animation shows of the mistake, marked as belonging to it.
+def lines_of_mistake(mistake: ast.If, source_lines: list[str], is_repaired: bool, indent: str) -> list[Line]:
+    """The lines that the first page's animation shows of the mistake, marked as belonging to it.
 
     The mistake is an ``if`` that only some ranks enter, with calls that all ranks should make. It is shown as
     ``if rank == 0:`` with these calls below it. If ``is_repaired``, only the calls are shown.
     """
-    indent_of_calls = indent
-    if not is_repaired:
-        yield Line(f"{indent}if rank == 0:", is_marked=True)
+    lines: list[Line] = []
+    if is_repaired:
+        indent_of_calls = indent
+    else:
+        lines.append(Line(f"{indent}if rank == 0:", is_marked=True))
         indent_of_calls = indent + "    "
     for call in mistake.body:  # each is on one line, such as ``dist.all_reduce(loss)``
         code = source_lines[call.lineno - 1].strip()
-        yield Line(indent_of_calls + code, is_marked=True)
+        lines.append(Line(indent_of_calls + code, is_marked=True))
+    return lines
 
 
 def executed_lines(statements: list[ast.stmt], rank: int) -> Iterator[int]:
@@ -271,21 +280,27 @@ def executed_lines(statements: list[ast.stmt], rank: int) -> Iterator[int]:
 def walk(lines: list[str], output: str) -> list[Frame]:
     """Simulate how four ranks execute these lines of Python, and return a frame of the animation for each step.
 
-    A rank that comes to a collective, such as ``dist.all_reduce(loss)``, waits there until every other rank has come to
-    one. As in gloo, these calls then belong together, also if the ranks call them with different tensors. The
-    simulation ends when all ranks have ended, or when those that wait can never go on. The last frame has the Ending as
-    its mood, and no sentence yet. ``output`` is what the chapter printed when it ran this code: the other frames quote
-    numbers of it.
+    In each step of the simulation, one of three things happens:
+
+    - Each rank that is at an ordinary line goes on to its next line.
+    - If there is no such rank, and all four wait at the same collective, such as ``dist.all_reduce(loss)``, the
+      collective takes place, and all go on. As in gloo, this is also so if the ranks call it with different tensors.
+    - Otherwise no rank can go on, and the simulation ends. The last frame says how, as its mood: see Ending.
+
+    ``output`` is what the chapter printed when it ran this code. If ranks called a collective with different tensors,
+    the frame quotes a wrong sum from it. The last frame has no sentence yet.
     """
     statements = ast.parse("\n".join(lines)).body
-    walkers = [Walker(lines, path=[*executed_lines(statements, rank), len(lines)]) for rank in RANKS]
+    walkers = []
+    for rank in RANKS:
+        path = [*executed_lines(statements, rank), len(lines)]
+        walkers.append(Walker(lines, path))
     frames: list[Frame] = []
     has_mixed_tensors = False  # whether a collective has added up different tensors
     while True:
         frame = Frame(at=[walker.line for walker in walkers])
         frames.append(frame)
 
-        # Ranks that need not wait go on to their next lines.
         running = [walker for walker in walkers if not walker.waits and not walker.has_ended]
         if running:
             for walker in running:
@@ -297,14 +312,12 @@ def walk(lines: list[str], output: str) -> list[Frame]:
             frame.mood = ending
             return frames
 
-        # All four ranks wait in the same collective, so it takes place, and they go on.
-        tensors = [walker.send() for walker in walkers]
+        tensors = [walker.send() for walker in walkers]  # the name of each rank's tensor, such as "loss"
         if len(set(tensors)) > 1:
             has_mixed_tensors = True
             frame.mood = "mixed"
-            frame.says = (
-                f"Rank 0's {tensors[0]} meets the others' {tensors[1]}: {printed_of_rank_0(tensors[0], output)}"
-            )
+            wrong_sum = printed_of_rank_0(tensors[0], output)
+            frame.says = f"Rank 0's {tensors[0]} meets the others' {tensors[1]}: {wrong_sum}"
         else:
             call = walkers[0].call
             assert call is not None
@@ -369,32 +382,35 @@ def right_sums(chapter: Chapter, place: str) -> str:
 
 
 def panel_of(chapter: Chapter, mistake_place: str, is_repaired: bool) -> Panel:
-    """One panel of the first page's animation: four ranks in a training loop with a mistake, or with it repaired.
+    """Make one panel of the first page's animation: four ranks in a training loop with a mistake, or with it repaired.
 
-    ``chapter`` has the loop and its stored outputs. ``mistake_place`` says where the mistake is: "before the loop", "in
-    the loop" or "after the loop". Raises ExtensionError if the ranks of the animation end at other lines than those
-    that were really run.
+    ``chapter`` has the loop's code, and what it printed when it was really run. ``mistake_place`` says where in the
+    loop the mistake is: "before the loop", "in the loop" or "after the loop". Raises ExtensionError if the ranks of the
+    animation end at other lines than those that were really run.
     """
+    loop_source = chapter.source(LOOP_CELL)
     if is_repaired:
         output = output_of_repair(chapter, mistake_place)
     else:
-        cell = CELL_OF_MISTAKE[mistake_place]  # the cell of the chapter that runs the loop with this mistake
-        output = chapter.output(cell)
-    lines = lines_of(chapter.source(LOOP_CELL), mistake_place, is_repaired)
+        output = chapter.output(CELL_OF_MISTAKE[mistake_place])
 
-    # `walk` simulates how the ranks execute these lines. A frame is one moment of it: the line at which each rank is, a
-    # sentence about what happens, and a mood. The mood of the last frame says how it ends, such as Ending.HANG.
-    frames = walk([line.text for line in lines], output)
+    lines = lines_of(loop_source, mistake_place, is_repaired)
+    frames = walk([line.text for line in lines], output)  # the moments of the animation
+
+    # The mood of the last frame is how the animation ends, such as Ending.HANG. It decides what the picture then says.
     last_frame = frames[-1]
-    sentence = LAST_SENTENCE[Ending(last_frame.mood)]
-    last_frame.says = sentence.format(sums=right_sums(chapter, mistake_place))
+    ending = Ending(last_frame.mood)
+    last_frame.says = LAST_SENTENCE[ending].format(sums=right_sums(chapter, mistake_place))
 
-    # hero.js finds a panel by the numbers of the two choices above it: where the mistake is, and who makes the call.
-    number_of_place = list(CELL_OF_MISTAKE).index(mistake_place)
-    name = f"{number_of_place}-{int(is_repaired)}"
-    panel = Panel(name, is_repaired, lines, frames, output)
+    panel = Panel(panel_name(mistake_place, is_repaired), is_repaired, lines, frames, output)
     check_last_lines(panel, mistake_place)
     return panel
+
+
+def panel_name(mistake_place: str, is_repaired: bool) -> str:
+    """The name by which hero.js finds a panel: "1-0" for the second place and no repair, "1-1" for its repair."""
+    number_of_place = list(CELL_OF_MISTAKE).index(mistake_place)
+    return f"{number_of_place}-{int(is_repaired)}"
 
 
 def check_last_lines(panel: Panel, place: str) -> None:
@@ -429,7 +445,10 @@ def last_lines_in(output: str) -> list[str]:
 
 def picture(chapter: Chapter) -> str:
     """The picture as HTML: for each place a panel with the mistake, and one with the repair."""
-    panels = [panel_of(chapter, place, is_repaired) for place in CELL_OF_MISTAKE for is_repaired in (False, True)]
+    panels = []
+    for place in CELL_OF_MISTAKE:
+        panels.append(panel_of(chapter, place, is_repaired=False))
+        panels.append(panel_of(chapter, place, is_repaired=True))
     templates = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True)
     templates.policies["json.dumps_kwargs"] = {"default": vars}  # a frame is written as its fields
     return templates.get_template("hero.html").render(
