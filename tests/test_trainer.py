@@ -4,6 +4,7 @@ import contextlib
 import csv
 import dataclasses
 import io
+import itertools
 import os
 import random
 import re
@@ -66,7 +67,10 @@ def changed(script, folder, old, new, count=1):
 
 
 def errors_of(path, all_args, replacements=None):
-    """The name and message of the error that ends each run, with these functions in place of the script's own."""
+    """The name and message of the error that ends each run, with these functions in place of the script's own.
+
+    "none" if a run ends without an error.
+    """
     trainer = loaded(path)
     for name, function in (replacements or {}).items():
         setattr(trainer, name, function)
@@ -79,6 +83,40 @@ def errors_of(path, all_args, replacements=None):
         else:
             errors.append("none")
     return errors
+
+
+def train_and_log(trainer, args):
+    """Train, and return (what was logged: [(step, {name: value})], the metrics of the last validation)."""
+    lines = []
+
+    def log(step, values):
+        lines.append((step, values))
+
+    def open_log(args):
+        return log
+
+    _, metrics = trainer.train(args, CPU, open_log)
+    return lines, metrics
+
+
+def is_of_training(values):
+    """Whether a logged line is about steps. The line of a validation has no norm of the gradient."""
+    return "norm" in values
+
+
+def blank_samples(number):
+    """A data set of images that are all 0, with the label 0."""
+    image = torch.zeros(64)
+    label = 0
+    return [(image, label)] * number
+
+
+def copy_of(tensors):
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def all_equal(tensors, others):
+    return all(torch.equal(one, other) for one, other in zip(tensors, others, strict=True))
 
 
 def names_in(folder):
@@ -122,21 +160,30 @@ REFUSED = {  # flags: the error
 
 
 def test_refused_in_one_line(script, tmp_path, monkeypatch):
-    flags = {name: repr(value) for name, value in vars(settings(script)).items()}
-    saved = {"model": {}, "optimizer": {}, "scaler": {}, "step": 7, "best_loss": 1.0, "flags": flags}
-    torch.save(saved, tmp_path / "step_00000007.pt")
+    """All flags of REFUSED are tried in a folder that has a checkpoint of step 7."""
+    default_flags = {name: repr(value) for name, value in vars(settings(script)).items()}
+    checkpoint = {
+        "model": {},
+        "optimizer": {},
+        "scaler": {},
+        "step": 7,
+        "best_loss": 1.0,
+        "flags": default_flags,
+    }
+    torch.save(checkpoint, tmp_path / "step_00000007.pt")
     (tmp_path / "file").touch()
     monkeypatch.chdir(tmp_path)
+
     all_args = [settings(script, *flags.split()) for flags in REFUSED]
     [errors] = launch(errors_of, str(script), all_args, nproc=1)
-    for flags, error in zip(REFUSED, errors, strict=True):
-        assert error.startswith(f"UsageError: {REFUSED[flags]}"), f"{flags}: {error}"
+    for (flags, expected), error in zip(REFUSED.items(), errors, strict=True):
+        assert error.startswith(f"UsageError: {expected}"), f"{flags}: {error}"
 
 
 @pytest.mark.parametrize("size", [0, 1])
 def test_a_validation_set_that_is_too_small_is_refused_before_the_first_step(script, size):
     def load_data(args):
-        return [(torch.zeros(64), 0)] * 200, [(torch.zeros(64), 0)] * size
+        return blank_samples(200), blank_samples(size)
 
     [[error], _] = launch(errors_of, str(script), [settings(script)], {"load_data": load_data}, nproc=2)
     assert error.startswith(f"UsageError: The validation set has {size} sample(s), fewer than the ranks.")
@@ -177,7 +224,7 @@ def test_a_model_without_a_trained_weight_and_an_optimizer_of_another_model_are_
         assert error == f"UsageError: {message}"
 
 
-WRONG_SUMS = {  # what loss_sums returns for logits: the error
+WRONG_SUMS = {  # what loss_sums returns, with the model's logits and their sum as loss: the error
     "loss": 'loss_sums must return {"loss": (sum, count)}, not tensor(',
     "{'accuracy': (loss, 1)}": 'loss_sums must return {"loss": (sum, count)}, not {',
     "{'loss': loss}": "loss_sums must give (sum, count), not tensor(",
@@ -195,50 +242,62 @@ RIGHT_SUMS = [
 ]
 
 
-def errors_of_wrong_sums(path, args):
-    errors = []
-    for text in [*WRONG_SUMS, *RIGHT_SUMS]:
+def loss_sums_returning(expression):
+    """A ``loss_sums`` that returns the value of a Python expression, such as ``{'loss': (logits.sum(), 96)}``."""
 
-        def loss_sums(model, batch, args, text=text):
-            logits = model(batch[0])
-            names = {"logits": logits, "loss": logits.sum(), "labels": batch[1], "F": nn.functional, "torch": torch}
-            return eval(text, names)
+    def loss_sums(model, batch, args):
+        images, labels = batch
+        logits = model(images)
+        names = {"logits": logits, "loss": logits.sum(), "labels": labels, "F": nn.functional, "torch": torch}
+        return eval(expression, names)
 
-        errors += errors_of(path, [args], {"loss_sums": loss_sums})
+    return loss_sums
+
+
+def errors_of_sums(path, args, expressions):
+    """{expression: the error of a run whose ``loss_sums`` returns its value}."""
+    errors = {}
+    for expression in expressions:
+        replacements = {"loss_sums": loss_sums_returning(expression)}
+        [errors[expression]] = errors_of(path, [args], replacements)
     return errors
 
 
 def test_sums_of_another_form_are_refused_and_no_others(script):
-    [errors] = launch(errors_of_wrong_sums, str(script), settings(script, "--max-steps=12"), nproc=1)
-    errors_of_wrong, errors_of_right = errors[: len(WRONG_SUMS)], errors[len(WRONG_SUMS) :]
-    for expected, error in zip(WRONG_SUMS.values(), errors_of_wrong, strict=True):
-        assert error.startswith(f"UsageErrorOfRank: {expected}")
-    assert errors_of_right == ["none"] * len(RIGHT_SUMS)
+    args = settings(script, "--max-steps=12")
+    [errors] = launch(errors_of_sums, str(script), args, [*WRONG_SUMS, *RIGHT_SUMS], nproc=1)
+    for expression, expected in WRONG_SUMS.items():
+        assert errors[expression].startswith(f"UsageErrorOfRank: {expected}"), expression
+    for expression in RIGHT_SUMS:
+        assert errors[expression] == "none", expression
 
 
-def errors_of_unlike_names(path, args):
-    def loss_sums(model, batch, args):
-        total = model(batch[0]).sum()
-        if dist.get_rank() == 1:
-            return {"loss": (total, 1)}
-        return {"loss": (total, 1), "score": (total, 1)}
-
-    return errors_of(path, [args], {"loss_sums": loss_sums})
+def loss_sums_with_a_score_on_rank_0(model, batch, args):
+    images, _ = batch
+    total = model(images).sum()
+    sums = {"loss": (total, 1)}
+    if dist.get_rank() == 0:
+        sums["score"] = (total, 1)
+    return sums
 
 
 def test_ranks_whose_sums_have_other_names_are_refused_on_all(script):
-    errors = launch(errors_of_unlike_names, str(script), settings(script), nproc=2)
+    replacements = {"loss_sums": loss_sums_with_a_score_on_rank_0}
+    errors = launch(errors_of, str(script), [settings(script)], replacements, nproc=2)
     message = "loss_sums returns 1 loss(es), ['score'] on rank 0 and 1 loss(es), [] on rank 1."
     assert errors == [[f"UsageError: {message}"]] * 2
 
 
-def test_flags_without_a_type_are_refused(script, capsys):
+@pytest.mark.parametrize("default", [None, [1, 2]])
+def test_flags_without_a_type_are_refused(script, capsys, default):
+    def add_flags(add):
+        add("--layers", default, "layers")
+
     trainer = loaded(script)
-    for default in (None, [1, 2]):
-        trainer.add_flags = lambda add, default=default: add("--layers", default, "layers")
-        with mock.patch("sys.argv", [str(script)]), pytest.raises(SystemExit):
-            trainer.parse_args()
-        assert f"error: --layers: a flag cannot have the type of {default}\n" in capsys.readouterr().err
+    trainer.add_flags = add_flags
+    with mock.patch("sys.argv", [str(script)]), pytest.raises(SystemExit):
+        trainer.parse_args()
+    assert f"error: --layers: a flag cannot have the type of {default}\n" in capsys.readouterr().err
 
 
 def test_a_warmup_that_does_not_end_is_said(script, alone):
@@ -304,7 +363,11 @@ def test_checkpoints_are_in_the_order_of_their_steps(script, tmp_path):
 
 
 def save_on_a_full_disk(path, args):
-    """What a folder holds after a save that ends in the middle, because files may not be longer."""
+    """Save step 1, and then step 2 on a disk that is full in the middle of the file.
+
+    The system's limit of a file's length is the full disk. Returns (the names in the folder, the step that a resume
+    goes on from).
+    """
     import resource
 
     trainer = loaded(path)
@@ -312,16 +375,18 @@ def save_on_a_full_disk(path, args):
     checkpoints = trainer.Checkpoints(args)
     training.step = 1
     checkpoints.save(training)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # or the signal would end this process
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard_limit))
     training.step = 2
     with pytest.raises(trainer.UsageError, match=r"step_00000002.pt cannot be written: File too large\."):
         checkpoints.save(training)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-    again = trainer.build_training(args, CPU)
-    trainer.Checkpoints(args).load(again)
-    return sorted(path.name for path in trainer.Path(args.checkpoint_dir).iterdir()), again.step
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard_limit, hard_limit))
+
+    resumed = trainer.build_training(args, CPU)
+    trainer.Checkpoints(args).load(resumed)
+    return names_in(Path(args.checkpoint_dir)), resumed.step
 
 
 @pytest.mark.parametrize("background", ["--save-in-background", "--no-save-in-background"])
@@ -337,14 +402,14 @@ def test_a_full_disk_leaves_the_last_checkpoint(script, tmp_path, background):
 
 
 def error_of_the_next_save(path, args):
-    """The error of a save in the background is raised by what comes next."""
+    """Start a save in the background, on a full disk, and return the error of the call that waits for it."""
     trainer = loaded(path)
     checkpoints = trainer.Checkpoints(args)
 
-    def full(*arguments, **options):
+    def write_on_a_full_disk(*arguments, **options):
         raise OSError(28, "No space left on device")
 
-    trainer.write_file = full
+    trainer.write_file = write_on_a_full_disk
     checkpoints.save(trainer.build_training(args, CPU))
     try:
         checkpoints.wait()
@@ -361,23 +426,26 @@ def folder(script, tmp_path):
     return tmp_path / "runs"
 
 
-def going_on(script, folder, *flags):
+def settings_to_go_on(script, folder, *flags):
     flags = ["--max-steps=12", "--save-every=3", "--allow-change=max_steps", f"--checkpoint-dir={folder}", *flags]
     return settings(script, *flags)
 
 
 def cut(path):
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    """Remove the second half of a file."""
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
 
 
 def garble(path):
-    """Change bytes of a tensor, where only a checksum tells."""
+    """Flip all bits of eight bytes in the file's largest tensor, where only a checksum shows the damage."""
     with zipfile.ZipFile(path) as archive:
         largest = max(archive.infolist(), key=lambda entry: entry.file_size)
-    data = bytearray(path.read_bytes())
+    content = bytearray(path.read_bytes())
     middle = largest.header_offset + largest.file_size // 2
-    data[middle : middle + 8] = bytes(byte ^ 255 for byte in data[middle : middle + 8])
-    path.write_bytes(data)
+    for position in range(middle, middle + 8):
+        content[position] ^= 0b11111111
+    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("harm", [cut, garble])
@@ -385,7 +453,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_never_overwritten(script, folder,
     (folder / "step_00000009.damaged1").write_text("of an earlier time")
     harm(folder / "step_00000009.pt")
     content = (folder / "step_00000009.pt").read_bytes()
-    args = going_on(script, folder, "--resume")
+    args = settings_to_go_on(script, folder, "--resume")
     assert launch(errors_of, str(script), [args], nproc=1) == [["none"]]
     assert (folder / "step_00000009.damaged1").read_text() == "of an earlier time"
     assert (folder / "step_00000009.damaged2").read_bytes() == content
@@ -395,14 +463,14 @@ def test_a_damaged_checkpoint_is_set_aside_and_never_overwritten(script, folder,
 def test_what_a_killed_job_left_of_a_save_is_removed(script, folder):
     (folder / ".step_00000012.pt.host.7.part").write_text("half")
     (folder / ".probe_0123456789abcdef").touch()
-    assert launch(errors_of, str(script), [going_on(script, folder, "--resume")], nproc=1) == [["none"]]
+    assert launch(errors_of, str(script), [settings_to_go_on(script, folder, "--resume")], nproc=1) == [["none"]]
     assert names_in(folder) == [*(f"step_{step:08}.pt" for step in (6, 9, 12)), "weights.pt"]
 
 
 def test_nothing_is_touched_without_resume(script, folder):
     cut(folder / "step_00000009.pt")
     before = names_in(folder)
-    [[error]] = launch(errors_of, str(script), [going_on(script, folder)], nproc=1)
+    [[error]] = launch(errors_of, str(script), [settings_to_go_on(script, folder)], nproc=1)
     assert "is there: add --resume" in error
     assert names_in(folder) == before
 
@@ -412,18 +480,19 @@ def test_a_job_stops_if_no_checkpoint_is_whole(script, folder):
         cut(path)
     before = names_in(folder)
     for _ in range(2):  # a job that is requeued must not start anew either
-        [[error]] = launch(errors_of, str(script), [going_on(script, folder, "--resume")], nproc=1)
+        [[error]] = launch(errors_of, str(script), [settings_to_go_on(script, folder, "--resume")], nproc=1)
         assert "None of the 3 checkpoint(s)" in error
         assert names_in(folder) == before
 
 
-def errors_with_a_bad_disk(path, args):
+def error_of_a_bad_disk(path, args):
+    """The error of a run whose disk cannot read a checkpoint. The trainer opens one with ``zipfile.ZipFile``."""
     trainer = loaded(path)
 
-    def fail(*arguments):
+    def fail_to_read(*arguments):
         raise OSError(5, "Input/output error")
 
-    trainer.zipfile = SimpleNamespace(ZipFile=fail, BadZipFile=zipfile.BadZipFile)
+    trainer.zipfile = SimpleNamespace(ZipFile=fail_to_read, BadZipFile=zipfile.BadZipFile)
     try:
         trainer.train(args, CPU)
     except trainer.UsageError as error:
@@ -432,8 +501,8 @@ def errors_with_a_bad_disk(path, args):
 
 def test_a_passing_read_error_ends_the_job_and_touches_nothing(script, folder):
     before = names_in(folder)
-    args = going_on(script, folder, "--resume")
-    [error] = launch(errors_with_a_bad_disk, str(script), args, nproc=1)
+    args = settings_to_go_on(script, folder, "--resume")
+    [error] = launch(error_of_a_bad_disk, str(script), args, nproc=1)
     assert error == f"{folder / 'step_00000009.pt'} cannot be read: Input/output error."
     assert names_in(folder) == before
 
@@ -442,27 +511,29 @@ def test_a_type_that_is_not_loaded_safely_ends_the_job_and_touches_nothing(scrip
     newest = folder / "step_00000009.pt"
     torch.save({**torch.load(newest, weights_only=True), "path": newest}, newest)
     before = names_in(folder)
-    [[error]] = launch(errors_of, str(script), [going_on(script, folder, "--resume")], nproc=1)
+    [[error]] = launch(errors_of, str(script), [settings_to_go_on(script, folder, "--resume")], nproc=1)
     assert error.startswith("UsageError:") and "is whole, but cannot be loaded: Weights only load failed" in error
     assert names_in(folder) == before
 
 
 def test_a_file_of_another_program_is_named(script, folder):
     torch.save({"weights": {}}, folder / "step_00000099.pt")
-    [[error]] = launch(errors_of, str(script), [going_on(script, folder, "--resume")], nproc=1)
+    [[error]] = launch(errors_of, str(script), [settings_to_go_on(script, folder, "--resume")], nproc=1)
     assert "step_00000099.pt is no checkpoint of this script" in error
 
 
 def test_a_flag_may_be_a_path_and_a_later_flag_locks_no_checkpoint(script, folder, tmp_path):
-    new = '    add("--width", 256, "neurons in the hidden layer")\n'
-    later = changed(
-        script, tmp_path / "later", new, new + '    add("--data", Path("data"), "a folder")\n    add("--s", 0.5, "s")\n'
-    )
+    """The checkpoints are of a script without --data and --s. The first run with these flags resumes from them."""
+    width = '    add("--width", 256, "neurons in the hidden layer")\n'
+    data = '    add("--data", Path("data"), "a folder")\n'
+    size = '    add("--s", 0.5, "s")\n'
+    later = changed(script, tmp_path / "later", width, width + data + size)
     for steps in (12, 15):
-        args = going_on(later, folder, "--resume", f"--max-steps={steps}")
+        args = settings_to_go_on(later, folder, "--resume", f"--max-steps={steps}")
         assert launch(errors_of, str(later), [args], nproc=1) == [["none"]]
     assert (folder / "step_00000015.pt").exists()
-    args = going_on(later, folder, "--resume", "--s=0.1")
+
+    args = settings_to_go_on(later, folder, "--resume", "--s=0.1")
     [[error]] = launch(errors_of, str(later), [args], nproc=1)
     assert "has s = 0.5, not 0.1: keep 0.5, or add --allow-change s." in error
 
@@ -486,12 +557,19 @@ OTHER_VALUES = {
 def test_each_flag_that_decides_is_compared(script):
     trainer = loaded(script)
     assert OTHER_VALUES.keys() == trainer.DECIDING_FLAGS | {"width"}
-    saved = {name: repr(value) for name, value in vars(settings(script)).items()} | {"train_samples": "1440"}
-    trainer.check_same_flags(saved, {**saved, "num_workers": "1", "log_every": "1"}, "", "step")
+    saved = {name: repr(value) for name, value in vars(settings(script)).items()}
+    saved["train_samples"] = "1440"
+
+    def resume_with(changes, allowed=""):
+        """Compare the flags of a checkpoint, "step", with those of a run that resumes from it."""
+        trainer.check_same_flags(saved, {**saved, **changes}, allowed, "step")
+
+    resume_with({"num_workers": "1", "log_every": "1"})  # these do not decide the weights
     for name, value in OTHER_VALUES.items():
+        change = {name: repr(value)}
         with pytest.raises(trainer.UsageError, match=f"step has {name} = .*, not {value!r}: keep .*--allow-change"):
-            trainer.check_same_flags(saved, {**saved, name: repr(value)}, "", "step")
-        trainer.check_same_flags(saved, {**saved, name: repr(value)}, name, "step")
+            resume_with(change)
+        resume_with(change, allowed=name)
 
 
 def test_a_flag_of_ones_own_may_have_choices(script, tmp_path):
@@ -509,25 +587,26 @@ def test_a_flag_of_ones_own_may_have_choices(script, tmp_path):
 
 def test_a_resume_with_more_samples_is_refused_unless_told(script, folder):
     def load_data(args):
-        return [(torch.zeros(64), 0)] * 1441, [(torch.zeros(64), 0)] * 9
+        return blank_samples(1441), blank_samples(9)
 
-    [[error]] = launch(
-        errors_of, str(script), [going_on(script, folder, "--resume")], {"load_data": load_data}, nproc=1
-    )
+    replacements = {"load_data": load_data}
+    args = settings_to_go_on(script, folder, "--resume")
+    [[error]] = launch(errors_of, str(script), [args], replacements, nproc=1)
     assert "has train_samples = 1440, not 1441: keep 1440, or add --allow-change train_samples." in error
-    args = going_on(script, folder, "--resume", "--allow-change=max_steps,train_samples")
-    assert launch(errors_of, str(script), [args], {"load_data": load_data}, nproc=1) == [["none"]]
+
+    args = settings_to_go_on(script, folder, "--resume", "--allow-change=max_steps,train_samples")
+    assert launch(errors_of, str(script), [args], replacements, nproc=1) == [["none"]]
 
 
 @pytest.mark.parametrize("kept", ["best.pt", "weights.pt"])
 def test_a_result_without_its_checkpoints_is_not_overwritten(script, tmp_path, kept):
     (tmp_path / kept).write_text("of an earlier run")
-    ways = [["--no-resume"], ["--resume"]]
-    all_args = [settings(script, "--max-steps=10", "--keep-best", f"--checkpoint-dir={tmp_path}", *w) for w in ways]
-    [errors] = launch(errors_of, str(script), all_args, nproc=1)
-    assert kept in errors[0] and "take another folder" in errors[0]
+    flags = ["--max-steps=10", "--keep-best", f"--checkpoint-dir={tmp_path}"]
+    all_args = [settings(script, *flags, "--no-resume"), settings(script, *flags, "--resume")]
+    [[error_of_a_new_run, error_of_a_resume]] = launch(errors_of, str(script), all_args, nproc=1)
+    assert kept in error_of_a_new_run and "take another folder" in error_of_a_new_run
     if kept == "weights.pt":  # a job that was killed before its first checkpoint may have a best.pt
-        assert "weights.pt of a run that has ended" in errors[1]
+        assert "weights.pt of a run that has ended" in error_of_a_resume
         assert (tmp_path / kept).read_text() == "of an earlier run"
 
 
@@ -555,34 +634,40 @@ def test_a_folder_that_only_rank_0_sees_is_refused(script, tmp_path):
     assert names_in(tmp_path / "runs") == []
 
 
-def errors_after_a_change_of_shapes(path, args):
+def error_after_a_change_of_shapes(path, args):
     """The error of a resume whose model has the same number of weights in another shape."""
     trainer = loaded(path)
-    shapes = [(64, 8), (8, 64)]
-    for shape in shapes:
-        trainer.build_model = lambda args, shape=shape: nn.ParameterDict({"weight": torch.ones(shape)})
-        training = trainer.build_training(args, CPU)
-        checkpoints = trainer.Checkpoints(args)
-        if shape == shapes[0]:
-            checkpoints.save(training)
-            continue
-        try:
-            checkpoints.load(training)
-        except trainer.UsageError as error:
-            return str(error)
+
+    def build_training(*shape):
+        def build_model(args):
+            return nn.ParameterDict({"weight": torch.ones(shape)})
+
+        trainer.build_model = build_model
+        return trainer.build_training(args, CPU)
+
+    training = build_training(64, 8)
+    trainer.Checkpoints(args).save(training)
+    training = build_training(8, 64)
+    try:
+        trainer.Checkpoints(args).load(training)
+    except trainer.UsageError as error:
+        return str(error)
 
 
 @pytest.mark.parametrize("shard", ["--shard", "--no-shard"])
 def test_a_weight_of_another_shape_is_not_reshaped(script, tmp_path, shard):
     args = settings(script, shard, "--resume", f"--checkpoint-dir={tmp_path}")
-    for error in launch(errors_after_a_change_of_shapes, str(script), args, nproc=2):
+    for error in launch(error_after_a_change_of_shapes, str(script), args, nproc=2):
         assert error.startswith("weight is [64, 8] in the file, and [8, 64] in the model")
 
 
 def test_a_checkpoint_that_the_host_cannot_hold_is_refused_at_the_start(script, tmp_path):
+    def available_memory():
+        return 10_000  # bytes
+
     args = settings(script, "--shard", f"--checkpoint-dir={tmp_path}")
-    functions = {"available_memory": lambda: 10_000}
-    [[error]] = launch(errors_of, str(script), [args], functions, nproc=1)
+    replacements = {"available_memory": available_memory}
+    [[error]] = launch(errors_of, str(script), [args], replacements, nproc=1)
     assert error.startswith("UsageError: A checkpoint takes 0 GiB of rank 0's host")
     assert names_in(tmp_path) == []
 
@@ -607,12 +692,8 @@ def test_the_memory_of_a_job_is_what_its_cgroups_allow(script, tmp_path):
 
 def test_a_start_may_read_for_longer_than_the_patience(script, alone, tmp_path):
     """Rank 0 reads a large file to see whether it is damaged, and the others wait."""
-    slow = changed(
-        script,
-        tmp_path / "slow",
-        "    paths = list_checkpoints(folder)\n    if not paths and",
-        "    time.sleep(8)\n    paths = list_checkpoints(folder)\n    if not paths and",
-    )
+    reads = "    paths = list_checkpoints(folder)\n    if not paths and"
+    slow = changed(script, tmp_path / "slow", reads, f"    time.sleep(8)\n{reads}")
     flags = ["--patience=4", "--max-steps=2", f"--checkpoint-dir={tmp_path / 'run'}"]
     status, _, errors, _ = forked(script_on_ranks(slow, 2, *flags), alone)
     assert status == 0, errors
@@ -631,7 +712,10 @@ def test_a_rank_that_reads_a_checkpoint_from_a_slow_disk_is_waited_for(script, a
 
 
 def lock_beside_a_worker(path, folder):
-    """A process that was forked from a job, as a loader's worker is, outlives it. Then another job starts."""
+    """Lock a folder after the job that had locked it has ended, but a process that it forked has not.
+
+    A loader's worker may outlive its job like this. Returns "locked", or the error.
+    """
     trainer = loaded(path)
     with trainer.locked(folder):
         read_end, write_end = os.pipe()
@@ -654,8 +738,8 @@ def test_a_worker_does_not_keep_the_lock(script, tmp_path):
     assert launch(lock_beside_a_worker, str(script), str(tmp_path), nproc=1) == ["locked"]
 
 
-class Odd(nn.Module):
-    """A model with what is not finite on purpose, with a state of its own, and with eight bits."""
+class ModelWithOddState(nn.Module):
+    """Its checkpoint has an infinite mask, a buffer of eight bits, and the number of calls as an extra state."""
 
     def __init__(self):
         super().__init__()
@@ -675,18 +759,28 @@ class Odd(nn.Module):
         return self.layer(x)
 
 
-def calls_after_resuming(path, all_args):
+def calls_after_each_run(path, all_args):
+    """How many calls of its model each run counts at its end, with those of the run that it goes on from."""
     trainer = loaded(path)
-    trainer.build_model = lambda args: Odd()
-    return [trainer.train(args, CPU)[0].calls for args in all_args]
+
+    def build_model(args):
+        return ModelWithOddState()
+
+    trainer.build_model = build_model
+    calls = []
+    for args in all_args:
+        model, _ = trainer.train(args, CPU)
+        calls.append(model.calls)
+    return calls
 
 
 def test_a_mask_an_extra_state_and_eight_bits_are_saved(script, tmp_path):
     flags = ["--max-steps=20", "--save-every=10", f"--checkpoint-dir={tmp_path}"]
     all_args = [settings(script, *flags), settings(script, *flags, "--resume")]
-    [(first, second)] = launch(calls_after_resuming, str(script), all_args, nproc=1)
+    [(first, resumed)] = launch(calls_after_each_run, str(script), all_args, nproc=1)
     assert names_in(tmp_path) == ["step_00000010.pt", "step_00000020.pt", "weights.pt"]
-    assert second > first >= 20  # the resumed run counts on, and validates once more
+    assert first >= 20
+    assert resumed > first  # it has no step to take, but validates once more
 
 
 def save_spoilt(path, args, spoil):
@@ -719,7 +813,8 @@ def test_a_spoilt_training_is_noticed_at_its_save_and_leaves_no_file(spoil, mess
     assert names_in(tmp_path) == []
 
 
-def two_jobs(path, folder):
+def lock_twice(path, folder):
+    """The error of a job that locks the folder of another job."""
     trainer = loaded(path)
     with trainer.locked(folder):
         try:
@@ -730,37 +825,43 @@ def two_jobs(path, folder):
 
 
 def test_two_jobs_in_one_folder_notice_each_other(script, tmp_path):
-    [error] = launch(two_jobs, str(script), str(tmp_path), nproc=1)
+    [error] = launch(lock_twice, str(script), str(tmp_path), nproc=1)
     assert re.fullmatch(rf"Another job writes to {tmp_path}: process \d+ on .+\.", error)
 
 
-def keeping(path, args):
+def save_steps_1_to_9(path, args):
     trainer = loaded(path)
     checkpoints = trainer.Checkpoints(args)
     training = trainer.build_training(args, CPU)
-    for training.step in range(1, 10):
+    for step in range(1, 10):
+        training.step = step
         checkpoints.save(training)
     checkpoints.wait()
 
 
 def test_the_newest_and_every_nth_checkpoint_stay(script, tmp_path):
     flags = ["--keep=2", "--keep-every=4", "--save-in-background"]
-    launch(keeping, str(script), settings(script, f"--checkpoint-dir={tmp_path}", *flags), nproc=1)
+    launch(save_steps_1_to_9, str(script), settings(script, f"--checkpoint-dir={tmp_path}", *flags), nproc=1)
     assert names_in(tmp_path) == [f"step_{step:08}.pt" for step in (4, 8, 9)]
 
 
-def told_to_stop(path, args):
-    def note(step, values):
+def train_until_sigterm(path, args):
+    """Train, and get SIGTERM when step 44 is logged."""
+
+    def log(step, values):
         if step == 44:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    loaded(path).train(args, CPU, lambda args: note)
+    def open_log(args):
+        return log
+
+    loaded(path).train(args, CPU, open_log)
 
 
 def test_the_save_at_a_signal_removes_the_oldest_checkpoint(script, tmp_path):
     """So whoever rolls back has to move the good checkpoint away before he ends the job, as chapter 13b says."""
     flags = ["--epochs=50", "--log-every=1", "--save-every=10", f"--checkpoint-dir={tmp_path}"]
-    launch(told_to_stop, str(script), settings(script, *flags), nproc=1)
+    launch(train_until_sigterm, str(script), settings(script, *flags), nproc=1)
     *regular, at_signal = [name for name in names_in(tmp_path) if name.startswith("step_")]
     assert regular == ["step_00000030.pt", "step_00000040.pt"]
     assert at_signal in ("step_00000045.pt", "step_00000046.pt")
@@ -791,78 +892,96 @@ def test_its_exit_status_is_not_0(script, alone, tmp_path):
     assert len(re.findall("^NotFiniteError: stopped at step 3", errors, re.M)) == 1
 
 
-def skips(path, args):
-    """The values of the lines of a run whose second and third step are nan."""
-    trainer = loaded(path)
-    calls = []
-    records = []
+def spoil_losses(trainer, calls):
+    """Make the loss nan in these calls of ``loss_sums``, counted from 1. So the trainer skips their steps."""
+    own_loss_sums = trainer.loss_sums
+    call_numbers = itertools.count(1)
 
-    def loss_sums(model, batch, args, own=trainer.loss_sums):
-        sums = own(model, batch, args)
-        calls.append(1)
-        if len(calls) in (2, 3):
-            total, number = sums["loss"]
-            sums["loss"] = (total * torch.nan, number)
+    def loss_sums(model, batch, args):
+        sums = own_loss_sums(model, batch, args)
+        if next(call_numbers) in calls:
+            total, count = sums["loss"]
+            sums["loss"] = (total * torch.nan, count)
         return sums
 
     trainer.loss_sums = loss_sums
-    trainer.train(args, CPU, lambda args: lambda *record: records.append(record))
-    return [values for _, values in records if "norm" in values]
 
 
-def weights_around_a_large_norm(path, args):
-    """(the norm of a gradient whose elements are about 1e22, whether the step left all weights as they were)."""
+def lines_around_skipped_steps(path, args):
+    """What is logged of the steps of a run whose second and third step are skipped."""
     trainer = loaded(path)
-    batch = (torch.ones(96, 64), torch.zeros(96, dtype=torch.int64))
-    sizes = [1.0]
+    spoil_losses(trainer, calls=(2, 3))
+    lines, _ = train_and_log(trainer, args)
+    return [values for _, values in lines if is_of_training(values)]
 
-    def loss_sums(model, batch, args, own=trainer.loss_sums):
-        sums = own(model, batch, args)
-        total, number = sums["loss"]
-        sums["loss"] = (total * sizes[0], number)
+
+def step_with_a_large_norm(path, args):
+    """Take a step whose gradient has elements of about 1e22, so that the sum of their squares overflows.
+
+    Returns (the norm of the gradient, whether the step left all weights as they were).
+    """
+    trainer = loaded(path)
+    own_loss_sums = trainer.loss_sums
+    batch = (torch.ones(96, 64), torch.zeros(96, dtype=torch.int64))
+    factor = 1.0
+
+    def loss_sums(model, batch, args):
+        sums = own_loss_sums(model, batch, args)
+        total, count = sums["loss"]
+        sums["loss"] = (total * factor, count)
         return sums
 
     trainer.loss_sums = loss_sums
     training = trainer.build_training(args, CPU)
     trainer.take_step(training, [batch], 1, args)  # now there is a momentum
-    before = [param.detach().clone() for param in training.model.parameters()]
-    sizes[0] = 1e24
+    before = copy_of(training.model.parameters())
+    factor = 1e24
     _, norm = trainer.take_step(training, [batch], 2, args)
-    after = list(training.model.parameters())
-    return norm.item(), all(map(torch.equal, before, after))
+    return norm.item(), all_equal(before, training.model.parameters())
 
 
 @pytest.mark.parametrize("max_norm", [0, 1])
 def test_a_norm_that_is_not_finite_skips_the_step_though_each_element_is(script, max_norm):
-    [result] = launch(weights_around_a_large_norm, str(script), settings(script, f"--max-norm={max_norm}"), nproc=1)
-    assert result == (float("inf"), True)
+    args = settings(script, f"--max-norm={max_norm}")
+    [(norm, is_skipped)] = launch(step_with_a_large_norm, str(script), args, nproc=1)
+    assert norm == float("inf")
+    assert is_skipped
 
 
-def weights_are_finite_after_a_skipped_first_step(path, args):
-    """Whether the trainer's fused SGD has skipped step 1, and whether all weights are finite after step 2."""
-    torch.use_deterministic_algorithms(True)  # fills new memory with nan
+def skip_the_first_step(path, args):
+    """Take step 1 with an infinite batch and step 2 with a good one.
+
+    Returns (whether step 1 left all weights as they were, whether all weights are finite after step 2).
+    """
+    torch.use_deterministic_algorithms(True)  # so new memory is filled with nan
     trainer = loaded(path)
     labels = torch.zeros(96, dtype=torch.int64)
+    infinite_batch = (torch.full((96, 64), torch.inf), labels)
+    good_batch = (torch.ones(96, 64), labels)
+
     training = trainer.build_training(args, CPU)
-    before = [param.detach().clone() for param in training.model.parameters()]
-    trainer.take_step(training, [(torch.full((96, 64), torch.inf), labels)], 1, args)
-    skipped = all(map(torch.equal, before, training.model.parameters()))
-    trainer.take_step(training, [(torch.ones(96, 64), labels)], 2, args)
-    return skipped, all(param.isfinite().all().item() for param in training.model.parameters())
+    before = copy_of(training.model.parameters())
+    trainer.take_step(training, [infinite_batch], 1, args)
+    is_skipped = all_equal(before, training.model.parameters())
+    trainer.take_step(training, [good_batch], 2, args)
+    are_finite = all(param.isfinite().all().item() for param in training.model.parameters())
+    return is_skipped, are_finite
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_the_first_step_may_be_skipped(script, dtype):
-    args = settings(script, f"--dtype={dtype}")
-    assert launch(weights_are_finite_after_a_skipped_first_step, str(script), args, nproc=1) == [(True, True)]
+    [(is_skipped, are_finite)] = launch(skip_the_first_step, str(script), settings(script, f"--dtype={dtype}"), nproc=1)
+    assert is_skipped
+    assert are_finite
 
 
 def test_skipped_steps_are_counted_and_leave_the_mean_loss_finite(script):
     args = settings(script, "--max-steps=15", "--log-every=5", "--peak-tflops=1e-3")
-    [[first, second, third]] = launch(skips, str(script), args, nproc=1)
-    assert [values["skipped"] for values in (first, second, third)] == [2, 2, 2]
+    [lines] = launch(lines_around_skipped_steps, str(script), args, nproc=1)
+    assert [values["skipped"] for values in lines] == [2, 2, 2]
+    first = lines[0]
     assert first["loss"] == pytest.approx(2.3, abs=0.2)
-    # The steps have taken their time, and the model has one target for each image.
+    # The skipped steps have taken their time, too. The model has 19,210 parameters, and one target for each image.
     assert "tokens/s" not in first
     assert first["mfu"] == pytest.approx(6 * 19_210 * first["samples/s"] / 1e9)
 
@@ -881,7 +1000,7 @@ def test_ctrl_c_ends_with_a_checkpoint(script, alone, tmp_path):
 
 LOADS_DATA = '    path = "sklearn/datasets/data/digits.csv.gz"\n'
 CHOOSES = "    paths = list_checkpoints(folder)\n    if not paths and"
-MOMENTS = {  # the function in which a signal comes: (where, what the run says)
+MOMENTS = {  # the function in which a signal comes: (the line before which it comes, what the run says)
     "load_data": (LOADS_DATA, "before a checkpoint was read"),
     "choose_checkpoint": (CHOOSES, "at step 0: go on with --resume"),
 }
@@ -893,9 +1012,12 @@ def test_a_signal_that_comes_before_the_first_step_is_not_lost(script, alone, tm
     """The batch file's shell ignores the signal, and so do its ranks until they say otherwise."""
     line, said = MOMENTS[function]
     early = changed(script, tmp_path / "early", line, f"    signal.raise_signal(signal.{name})\n{line}")
-    text = early.read_text().replace("import atexit\n", "import atexit\nimport signal\n", 1)
-    text = text.replace("\n\ndef add_flags(", f"\nsignal.signal(signal.{name}, signal.SIG_IGN)\n\n\ndef add_flags(", 1)
+    text = early.read_text()
+    text = text.replace("import atexit\n", "import atexit\nimport signal\n", 1)
+    ignores = f"signal.signal(signal.{name}, signal.SIG_IGN)\n"
+    text = text.replace("\n\ndef add_flags(", f"\n{ignores}\n\ndef add_flags(", 1)
     early.write_text(text)
+
     flags = ["--max-steps=50", f"--checkpoint-dir={tmp_path / 'run'}"]
     status, out, errors, _ = forked(script_alone(early, *flags), alone)
     assert status == 0, errors
@@ -925,13 +1047,20 @@ def test_ranks_that_start_after_the_signal_stop_before_they_load(script, alone, 
 @pytest.mark.parametrize("size", [1, 2, 5, 60, 1440, 10_007])
 def test_a_shuffle_is_a_permutation_and_each_key_has_its_own(script, size):
     shuffled = loaded(script).shuffled
-    order = shuffled(np.arange(size), size, "a")
+    positions = np.arange(size)
+    order = shuffled(positions, size, "a")
     assert sorted(order.tolist()) == list(range(size))
-    if size >= 60:
-        assert (order != shuffled(np.arange(size), size, "b")).mean() > 0.8
-        assert abs(np.corrcoef(order, np.arange(size))[0, 1]) < 0.35
-    parts = [shuffled(np.arange(i, size, 3), size, "a") for i in range(3)]
-    assert all((part == order[i::3]).all() for i, part in enumerate(parts))
+
+    # A rank asks only for its own positions, and gets the same samples.
+    for rank in range(3):
+        own_positions = positions[rank::3]
+        assert np.array_equal(shuffled(own_positions, size, "a"), order[rank::3])
+
+    if size >= 60:  # two short orders may be alike by chance
+        other_order = shuffled(positions, size, "b")
+        assert (order != other_order).mean() > 0.8
+        correlation = np.corrcoef(order, positions)[0, 1]
+        assert abs(correlation) < 0.35
 
 
 def test_all_orders_of_three_are_about_equally_frequent(script):
@@ -944,7 +1073,7 @@ def test_all_orders_of_three_are_about_equally_frequent(script):
     assert all(120 < count < 280 for count in counts.values())
 
 
-class Large:
+class TenMillionNumbers:
     def __len__(self):
         return 10_000_000
 
@@ -953,26 +1082,29 @@ class Large:
 
 
 def memory_and_positions(path, args):
-    """(MiB that the first batch of a large set takes, the positions in its order that are calculated).
+    """Resume late in an epoch of a large data set, and read one batch.
 
-    The run goes on late in an epoch.
+    Returns (the MiB that this takes, for how many positions of the shuffled order the sample was calculated).
     """
     import resource
 
     trainer = loaded(path)
-    positions = []
+    own_shuffled = trainer.shuffled
+    num_positions = 0
 
-    def shuffled(wanted, size, key, own=trainer.shuffled):
-        positions.append(len(wanted))
-        return own(wanted, size, key)
+    def shuffled(positions, size, key):
+        nonlocal num_positions
+        num_positions += len(positions)
+        return own_shuffled(positions, size, key)
 
     trainer.shuffled = shuffled
-    batches = trainer.MicroBatches(Large(), args)
+    batches = trainer.MicroBatches(TenMillionNumbers(), args)
     batches.start_step.fill_(9_900_000 // args.batch_size)
-    trainer.shuffled(np.arange(3), 3, "a")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    trainer.shuffled(np.arange(3), 3, "a")  # so what the first call imports is not counted
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
     next(iter(batches))
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, sum(positions)
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return (after - before) / 1024, num_positions
 
 
 def test_ten_million_samples_need_no_memory_and_a_late_resume_skips_what_is_done(script):
@@ -983,9 +1115,7 @@ def test_ten_million_samples_need_no_memory_and_a_late_resume_skips_what_is_done
 
 
 class DrawsSeldom(torch.utils.data.Dataset):
-    """Only every fiftieth sample is random, by one of the three generators."""
-
-    draws = (torch.rand, lambda size: np.random.rand(), lambda size: random.random())
+    """Only every fiftieth sample is random, by one of the three generators. It is less than 1."""
 
     def __len__(self):
         return 1440
@@ -993,22 +1123,30 @@ class DrawsSeldom(torch.utils.data.Dataset):
     def __getitem__(self, index):
         if index % 50 != 7:
             return float(index)
-        return float(self.draws[index // 50 % 3](()))
+        generator = index // 50 % 3
+        if generator == 0:
+            return torch.rand(()).item()
+        if generator == 1:
+            return np.random.rand()
+        return random.random()
 
 
 def samples_and_seeds(path, args, num_steps):
-    """(the samples of some steps, how many of them were seeded before any sample had drawn, those seeded always)."""
+    """Read the samples of some steps, and count how often the trainer seeds the generators for a sample.
+
+    Returns (the samples, the number of seeds before the data set first drew, the samples if each one is seeded).
+    """
     trainer = loaded(path)
-    seeds = []
+    own_seed_all = trainer.seed_all
+    num_seeds = 0
 
-    seed_all = trainer.seed_all
-
-    def note_seed(*place):
+    def seed_all(*place):
+        nonlocal num_seeds
         if place[0] == "sample":
-            seeds.append(place)
-        seed_all(*place)
+            num_seeds += 1
+        own_seed_all(*place)
 
-    trainer.seed_all = note_seed
+    trainer.seed_all = seed_all
     batches = trainer.MicroBatches(DrawsSeldom(), args)
     samples = []
     expected = []
@@ -1016,9 +1154,9 @@ def samples_and_seeds(path, args, num_steps):
     for micro_batch in trainer.islice(batches.of_map_style(0), num_steps):
         samples += batches.read_samples(micro_batch)
         if not batches.dataset_draws:
-            seeds_at_first_draw = len(seeds)
+            seeds_at_first_draw = num_seeds
         for index in micro_batch.samples.tolist():
-            seed_all("sample", args.seed, micro_batch.epoch, index)
+            own_seed_all("sample", args.seed, micro_batch.epoch, index)
             expected.append(batches.dataset[index])
     return samples, seeds_at_first_draw, expected
 
@@ -1294,7 +1432,7 @@ def first_weights_file(script):
 
 
 def test_training_goes_on_longer_and_at_another_rate_if_told(script, folder):
-    args = going_on(script, folder, "--resume", "--lr=0.05", "--allow-change=max_steps,lr")
+    args = settings_to_go_on(script, folder, "--resume", "--lr=0.05", "--allow-change=max_steps,lr")
     assert launch(errors_of, str(script), [args], nproc=1) == [["none"]]
     assert (folder / "step_00000012.pt").exists()
 
