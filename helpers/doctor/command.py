@@ -28,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run ``doctor``, and return its exit status: 0, or 1 where something is wrong.
 
-      Under torchrun or srun this process is one rank, and examines the cluster together with the others.
-      Without a launcher it starts ranks on this machine, in each of which the same command runs.
+    Under torchrun or srun this process is one rank, and examines the cluster together with the others.
+    Without a launcher it starts ranks on this machine, in each of which the same command runs.
     """
     # By default torch prints warnings of connections that fail, which the report names better. torch reads the variable
     # when it is first imported, so these imports of modules that import torch have to come after it.

@@ -520,9 +520,9 @@ def gathered_for_each_pass(layout: Layout, outer_parameters: int, parameters_per
 def reduced_bytes(conventions: Conventions) -> int:
     """Return how many bytes a gradient has while it is summed over micro-batches and ranks.
 
-      Usually as many as it is kept in: 2 for 16 bits, 4 for float32.
-      2, if gradients are not kept at all (0 bytes).
-      4, if they are kept twice, in 16 and in 32 bits (6 bytes): the 32 bits are summed.
+    Usually as many as it is kept in: 2 for 16 bits, 4 for float32.
+    2, if gradients are not kept at all (0 bytes).
+    4, if they are kept twice, in 16 and in 32 bits (6 bytes): the 32 bits are summed.
     """
     fewest = 2
     most = 4
