@@ -15,32 +15,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Check what a training run will need: alone on this machine, or on all ranks under torchrun or srun. "
         "The exit status is 1 where something is wrong."
     )
-    add = parser.add_argument
-    add(
-        "--nproc",
-        type=positive_int,
-        metavar="N",
-        help="without a launcher: how many ranks (default: one per GPU, or 2)",
-    )
-    add("--timeout", type=positive_seconds, default=60, metavar="S", help="seconds to wait for a rank (default: 60)")
-    add("--backend", choices=["gloo"], help="leave the GPUs out (default: NCCL where all ranks have one)")
-    add("--plan", metavar="FILE", help="compare with a plan, written by: plan … --json > FILE")
+    nproc_help = "without a launcher: how many ranks (default: one per GPU, or 2)"
+    parser.add_argument("--nproc", type=positive_int, metavar="N", help=nproc_help)
+    timeout_help = "seconds to wait for a rank (default: 60)"
+    parser.add_argument("--timeout", type=positive_seconds, default=60, metavar="S", help=timeout_help)
+    backend_help = "leave the GPUs out (default: NCCL where all ranks have one)"
+    parser.add_argument("--backend", choices=["gloo"], help=backend_help)
+    plan_help = "compare with a plan, written by: plan … --json > FILE"
+    parser.add_argument("--plan", metavar="FILE", help=plan_help)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run ``doctor``: in this rank, if a launcher has started it, or else on new ranks of this machine.
+    """Run ``doctor``, and return its exit status: 0, or 1 where something is wrong.
 
-    Returns the exit status: 0, or 1 where something is wrong.
+    Under torchrun or srun this process is one rank, and examines the cluster together with the others.
+    Without a launcher it starts ranks on this machine, in each of which the same command runs.
     """
-    # Otherwise torch would print warnings of connections that fail, which the report names better. torch reads the
-    # variable when it is loaded, by these imports.
+    # By default torch prints warnings of connections that fail, which the report names better. torch reads the variable
+    # when it is first imported, so these imports of modules that import torch have to come after it.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from helpers.doctor.examine import run_rank, start_local
     from helpers.doctor.membership import read_launcher
     from helpers.doctor.plan import read_plan
 
     try:
-        launched = read_launcher(os.environ)  # None if no launcher has started this process
+        launched_rank = read_launcher(os.environ)  # None if no launcher has started this process
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -50,17 +49,25 @@ def main(args: argparse.Namespace) -> int:
         try:
             plan = read_plan(args.plan)
         except ValueError as error:
-            is_first_of_host = launched is None or launched.local_rank == 0
-            if is_first_of_host:  # one message a host is enough
+            # All ranks fail here, but one message from each host is enough.
+            if launched_rank is None or launched_rank.local_rank == 0:
                 print(f"error: {error}", file=sys.stderr)
             return 1
 
-    if launched is None:
-        options = {"--timeout": args.timeout, "--backend": args.backend, "--plan": args.plan}
-        flags = [f"{name}={value}" for name, value in options.items() if value]
-        with folder_until_a_signal():
-            return start_local(args.nproc, flags)
-    # Python handles Ctrl-C only between two lines of Python, which a rank that waits in torch does not reach. The
-    # system's own handler ends the process at once.
+    if launched_rank is None:
+        with folder_until_a_signal():  # Ctrl-C or SIGTERM ends the ranks, too.
+            return start_local(args.nproc, flags_of_ranks(args))
+    # Python would handle Ctrl-C only when the call in which this rank waits, deep in torch, returns. With the system's
+    # own handler the process ends at once.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    return run_rank(launched, args.backend, args.timeout, plan)
+    return run_rank(launched_rank, args.backend, args.timeout, plan)
+
+
+def flags_of_ranks(args: argparse.Namespace) -> list[str]:
+    """The command's flags for ranks that it starts itself, such as ["--timeout=60", "--backend=gloo"]."""
+    flags = [f"--timeout={args.timeout}"]
+    if args.backend:
+        flags.append(f"--backend={args.backend}")
+    if args.plan:
+        flags.append(f"--plan={args.plan}")
+    return flags

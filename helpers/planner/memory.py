@@ -154,9 +154,11 @@ def shared_parameters(model: Model, layout: Layout, stage: int, shards: str = "r
         # Only ranks that have the same experts can share them.
         ranks_that_share = max(layout.sharers // unit.expert_ranks, 1)
         for tensor in unit.tensors:
-            rows_on_rank: float = tensor.rows / ranks_that_share
+            rows_on_rank: float
             if shards == "rows":
-                rows_on_rank = math.ceil(rows_on_rank)
+                rows_on_rank = math.ceil(tensor.rows / ranks_that_share)
+            else:
+                rows_on_rank = tensor.rows / ranks_that_share
             parameters += unit.times * tensor.copies * tensor.columns * rows_on_rank
     return parameters
 
@@ -310,20 +312,24 @@ def stage_memory(model: Model, layout: Layout, conventions: Conventions, stage: 
     micro_batches = in_flight(layout, stage)
     kinds["activations"] = sum(stored_by_layer) * micro_batches
 
-    kinds["working"] = bytes_of_mlp_backward(model, layout)
+    is_last_stage = stage == layout.pp - 1
+    gradients_in_mlp = bytes_of_mlp_backward(model, layout)
+    if is_last_stage:
+        # The logits are freed before the layers' backward, which uses their memory.
+        logits = logits_bytes(model, layout, conventions)
+        kinds["working"] = max(gradients_in_mlp - logits, 0)
+    else:
+        kinds["working"] = gradients_in_mlp
     if layout.recomputes_layers:
         stored_by_last_layer = stored_by_layer[-1]
         kinds["recomputed layer"] = recomputed_bytes(model, layout, conventions, stage, stored_by_last_layer)
     if stage == 0 and model.dropout:
         # A mask of one byte for each number of the hidden states (Korthikanti et al. 2022, section 4.3: sbhp/t).
         kinds["embedding's dropout"] = layout.tokens(model) * model.width * micro_batches / layout.norm_sharers
-    if stage == layout.pp - 1:
-        logits = logits_bytes(model, layout, conventions)
+    if is_last_stage:
         # The inputs of the last norm and of the head, and the logits (section 4.3: 4sbh/t · (1 + v/h)).
         inputs_of_norm_and_head = 2 * layout.tokens(model) * model.width * layout.element_bytes / layout.norm_sharers
         kinds["output"] = inputs_of_norm_and_head + logits
-        # The logits are freed before the layers' backward, which uses their memory.
-        kinds["working"] = max(kinds["working"] - logits, 0)
 
     if layout.zero == 3:
         kinds = fullest_moment(model, layout, conventions, stage, kinds, stored_by_layer)
@@ -363,10 +369,12 @@ def recomputed_bytes(
 def bytes_of_states(model: Model, layout: Layout, conventions: Conventions, stage: int) -> dict[str, float]:
     """{kind: bytes} of parameters, gradients and optimizer state in the GPU of a pipeline stage's first rank."""
     parameters = stage_parameters(model, layout, stage)
-    cut = "even"  # ZeRO-1 and 2 cut one flat tensor.
     if layout.zero == 3:
-        cut = "rows"  # ZeRO-3 is planned as fully_shard, which cuts each tensor between its rows.
-    shard = shared_parameters(model, layout, stage, cut)
+        # ZeRO-3 is planned as fully_shard, which cuts each tensor between its rows.
+        shard = shared_parameters(model, layout, stage, shards="rows")
+    else:
+        # ZeRO-1 and 2 cut one flat tensor.
+        shard = shared_parameters(model, layout, stage, shards="even")
     kinds = states_per_rank(parameters, shard, layout.zero, conventions.state_bytes)
     if layout.offload:
         # They are in the host's memory.
@@ -381,11 +389,12 @@ def logits_bytes(model: Model, layout: Layout, conventions: Conventions) -> floa
     PyTorch's cross_entropy has four copies at once: the logits, their log-softmax, and the gradient of each. If the
     caller frees the logits, three are left. With tensor parallelism there are four, because loss_parallel adds two.
     """
-    copies = 4
     if conventions.logits == "stored":
         copies = 1
     elif conventions.logits == "freed" and layout.tp == 1:
         copies = 3
+    else:
+        copies = 4
     bytes_of_logit = 2 if conventions.loss == "bfloat16" else 4
     return bytes_of_logit * copies * layout.tokens(model) * model.vocab / layout.tp
 
@@ -394,8 +403,8 @@ def logits_bytes(model: Model, layout: Layout, conventions: Conventions) -> floa
 class Gathered:
     """Bytes of parameters and gradients that fully_shard holds in full, beside its shards, at two moments of a step."""
 
-    backward_begins: float
-    first_reduction: float  # when the first gradient is reduced, that of the stage's last layer
+    backward_begins: float  # when the last forward has ended
+    first_reduction: float  # when the first gradient is reduced, which is that of the stage's last layer
 
 
 def fullest_moment(
@@ -406,21 +415,20 @@ def fullest_moment(
     kinds: dict[str, float],
     stored_by_layer: list[float],
 ) -> dict[str, float]:
-    """The {kind: bytes} of a stage's first rank under fully_shard, at the fuller of two moments of a step.
+    """Return {kind: bytes} of a stage's first rank under fully_shard, at the fuller of two moments of a step.
 
-    The first is when the backward begins: all activations are there. The second is when the first gradient is reduced,
-    that of the stage's last layer: the activations of the last two layers and the output are gone by then, but more
-    parameters and gradients are gathered (see gathered_for_each_pass).
+      When the backward begins, all activations are there.
+      When the first gradient is reduced, that of the stage's last layer, the activations of the last two layers and the
+      output are gone, but more parameters and gradients are gathered (see gathered_for_each_pass).
 
     kinds: {kind: bytes} without what is gathered. stored_by_layer: bytes of activations that each layer has stored. The
     result has "gathered" as a further kind: the full parameters and gradients beside the rank's own shards.
     """
     layers = len(stored_by_layer)
     parameters = fsdp_parameters(model, layout, stage)
-    outer_tensors_on_rank = [
-        part_on_rank(tensor, model, layout.tp) for tensor in outer_tensors_of(model, layout, stage)
-    ]
-    outer_parameters = sum(tensor.numbers for tensor in outer_tensors_on_rank)
+    outer_parameters = 0
+    for tensor in outer_tensors_of(model, layout, stage):
+        outer_parameters += part_on_rank(tensor, model, layout.tp).numbers
     parameters_per_layer = (parameters - outer_parameters) / layers
     gathers_once = conventions.gathers_once(layout.pp)
     if gathers_once:
@@ -431,10 +439,10 @@ def fullest_moment(
     first_reduction = {**kinds, "gathered": gathered.first_reduction, "output": 0, "working": 0}
     first_reduction["activations"] -= sum(stored_by_layer[-2:])
 
-    # The gradients of experts that no other rank has are not sharded. They stay from one micro-batch to the next.
     accumulates_gradients = layout.micro_batches > 1
     unsharded_gradients: float = 0
     if accumulates_gradients:
+        # Experts that no other rank has are not sharded. Their gradients stay from one micro-batch to the next.
         unsharded_parameters = stage_parameters(model, layout, stage) - parameters
         unsharded_gradients = unsharded_parameters * conventions.state_bytes.gradient
     if gathers_once or not accumulates_gradients:
@@ -451,27 +459,34 @@ def fullest_moment(
 def gathered_once_a_step(
     layout: Layout, conventions: Conventions, parameters: int, parameters_per_layer: float
 ) -> Gathered:
-    """Bytes that fully_shard holds in full if it gathers once a step, as in a pipeline (reshard_after_forward=False).
+    """Count the bytes that fully_shard holds in full if it gathers once a step (reshard_after_forward=False).
 
-    All parameters of the stage stay gathered, and so do all gradients if several micro-batches add to them
-    (set_requires_gradient_sync). A rank of 16-bit parameters and float32 gradients then holds 2Ψ + 4Ψ bytes, for the Ψ
-    parameters of its stage, beside its own shards (torchtitan, fsdp_reshard_after_forward).
+    Pipelines do so. All parameters of the stage stay gathered until the step ends.
+      One micro-batch in a step: each layer's gradient is reduced as soon as it is there, so none is kept in full.
+      Several micro-batches: the gradients add up in full until the last one (set_requires_gradient_sync). With 16-bit
+      parameters and float32 gradients that is 2Ψ + 4Ψ bytes for the Ψ parameters of the stage.
+    Source: torchtitan, fsdp_reshard_after_forward.
+
+    parameters: of the pipeline stage, as many as fully_shard divides. The result is counted at two moments: when the
+    backward begins, and when the gradient of the stage's last layer is reduced, which is the first reduction.
     """
-    kept_bytes_per_parameter = layout.element_bytes
-    # The all-gather has a buffer for one layer at a time from PyTorch 2.15 on; before, it was for two.
-    buffer_bytes_per_parameter = layout.element_bytes
+    parameter_bytes = layout.element_bytes
+    backward_begins: float
     if layout.micro_batches > 1:
         gradient_bytes = reduced_bytes(conventions)
-        kept_bytes_per_parameter += gradient_bytes
-        buffer_bytes_per_parameter = gradient_bytes  # The largest buffer is a reduce-scatter's then.
-
-    kept: float = kept_bytes_per_parameter * parameters
-    buffer = buffer_bytes_per_parameter * parameters_per_layer
-    return Gathered(backward_begins=kept, first_reduction=kept + buffer)
+        backward_begins = (parameter_bytes + gradient_bytes) * parameters
+        reduce_scatter_buffer = gradient_bytes * parameters_per_layer
+        first_reduction = backward_begins + reduce_scatter_buffer
+    else:
+        backward_begins = parameter_bytes * parameters
+        # From PyTorch 2.15 on the all-gather's buffer is for one layer; before, it was for two.
+        all_gather_buffer = parameter_bytes * parameters_per_layer
+        first_reduction = backward_begins + all_gather_buffer
+    return Gathered(backward_begins=backward_begins, first_reduction=first_reduction)
 
 
 def gathered_for_each_pass(layout: Layout, outer_parameters: int, parameters_per_layer: float, layers: int) -> Gathered:
-    """Bytes that fully_shard holds in full if each layer is gathered for its forward, freed, and gathered again.
+    """Count the bytes that fully_shard holds in full if it gathers each layer for its forward and for its backward.
 
     This is reshard_after_forward=True. While a layer is computed, fully_shard already gathers the one that comes next.
     In the backward, which goes from the last layer to the first, that is the layer before.
@@ -503,9 +518,13 @@ def gathered_for_each_pass(layout: Layout, outer_parameters: int, parameters_per
 
 
 def reduced_bytes(conventions: Conventions) -> int:
-    """Bytes of a gradient while it is summed over micro-batches and ranks: those it is kept in, but 2 to 4 of them.
+    """Return how many bytes a gradient has while it is summed over micro-batches and ranks.
 
-    A gradient that is not kept at all (0 bytes) is summed in 16 bits. Of one that is kept twice, in 16 and in 32 bits
-    (6 bytes), the 32 bits are summed.
+    Usually as many as it is kept in: 2 for 16 bits, 4 for float32.
+    2, if gradients are not kept at all (0 bytes).
+    4, if they are kept twice, in 16 and in 32 bits (6 bytes): the 32 bits are summed.
     """
-    return min(max(conventions.state_bytes.gradient, 2), 4)
+    fewest = 2
+    most = 4
+    kept_bytes = conventions.state_bytes.gradient
+    return min(max(kept_bytes, fewest), most)

@@ -46,16 +46,12 @@ def describe(plan: Plan) -> list[Section]:
     The memory of a rank is shown for three pipeline stages, if there are as many: the first one, the last one, and the
     one that needs most.
     """
+    first_stage = 0
     last_stage = plan.layout.pp - 1
-    shown_stages = sorted({0, plan.fullest, last_stage})
-    sections = [
-        answer(plan),
-        assumptions(plan),
-        *(memory_of_stage(plan, stage) for stage in shown_stages),
-        messages(plan),
-        parts_of_step(plan),
-        whole_run(plan),
-    ]
+    sections = [answer(plan), assumptions(plan)]
+    for stage in sorted({first_stage, plan.fullest, last_stage}):
+        sections.append(memory_of_stage(plan, stage))
+    sections += [messages(plan), parts_of_step(plan), whole_run(plan)]
     return [section for section in sections if section.rows]
 
 
@@ -63,10 +59,11 @@ def answer(plan: Plan) -> Section:
     """What most readers want to know of a plan: whether the job fits, how long a step takes, and what limits it."""
     step = plan.step
     tokens_per_second = plan.tokens / step.seconds
-    # The share COVERAGE of known steps really took a time within the range that the planner gives for them.
-    known_steps = "measured steps"
     if step.extrapolated:  # The planner's factors were not fitted on measurements of such a job.
         known_steps = "published steps of other programs"
+    else:
+        known_steps = "measured steps"
+    # Of known steps, a share of COVERAGE took a time within the range that the planner gives for them.
     time_range = f"{of_time(step.low)} to {of_time(step.high)}, which covers {COVERAGE:.0%} of {known_steps}"
     rows = [
         memory_row(plan),
@@ -80,19 +77,20 @@ def answer(plan: Plan) -> Section:
 
 
 def memory_row(plan: Plan) -> Row:
-    """Whether the fullest rank fits into its GPU's memory, how much it needs, and what takes most of it.
+    """Say whether the fullest rank fits into its GPU's memory, how much it needs, and what takes most of it.
 
-    Between SAFE_SHARE and all of the memory nobody knows, because real jobs need up to 18 % more than is planned.
+    A plan that fills more than SAFE_SHARE of the memory "may not fit", because real jobs need up to 18 % more memory
+    than is planned.
     """
     available = f"{plan.cluster.memory / GIB:.1f} GiB"
     share = plan.bytes / plan.cluster.memory
-    label = "fits"
-    limit = ""
-    if share > SAFE_SHARE:
-        label = "may not fit"
+    is_safe = share <= SAFE_SHARE
+    if is_safe:
+        label = "fits"
+        limit = ""
+    else:
+        label = "may not fit" if plan.fits else "does not fit"
         limit = f"; a plan is safe up to {SAFE_SHARE:.0%}"
-    if not plan.fits:
-        label = "does not fit"
     return Row(
         label=label,
         value=f"{plan.bytes / GIB:.1f}",
@@ -129,13 +127,13 @@ def assumptions(plan: Plan) -> Section:
 
 def memory_of_stage(plan: Plan, stage: int) -> Section:
     """Bytes that a rank of a pipeline stage needs, by kind, with their sum."""
-    kinds = plan.stages[stage]
+    bytes_of_kind = plan.stages[stage]
     digits = 2
-    if kinds["total"] < GIB:
-        digits = 6  # Of so small a model, two digits would say nothing.
+    if bytes_of_kind["total"] < GIB:
+        digits = 6  # With two digits, most rows of such a small model would be 0.00.
     rows = []
-    for kind, size in kinds.items():
-        if size:
+    for kind, size in bytes_of_kind.items():
+        if size != 0:
             rows.append(Row(kind, f"{size / GIB:.{digits}f}", "GiB"))
 
     title = "memory of a rank"
@@ -150,18 +148,24 @@ def messages(plan: Plan) -> Section:
     """The collectives of a step on a rank of the fullest stage: how many, how large, and how long they take."""
     rows = []
     for collective in plan.collectives:
+        # Such as "dp all_gather, forward: layers", and "32 of 436 MB among 8 ranks; 12.2 GB sent in all".
         label = f"{collective.dimension} {collective.kind}, {collective.phase}: {collective.what}"
-        count_and_size = f"{collective.count} of {of_bytes(collective.size)} among {collective.ranks} ranks"
-        sent = f"{of_bytes(collective.sent)} sent in all"
-        rows.append(time_row(label, collective.seconds(), f"{count_and_size}; {sent}"))
-    return Section(f"collectives of a step on a rank of stage {plan.fullest}, at the links' full speed", rows)
+        size = of_bytes(collective.size)
+        sent = of_bytes(collective.sent)
+        reason = f"{collective.count} of {size} among {collective.ranks} ranks; {sent} sent in all"
+        rows.append(time_row(label, collective.seconds(), reason))
+    title = f"collectives of a step on a rank of stage {plan.fullest}, at the links' full speed"
+    return Section(title, rows)
 
 
 def parts_of_step(plan: Plan) -> Section:
     """Seconds of a step by what takes them, the longest first, and the pipeline's bubble."""
     seconds_of_part = plan.step.parts
     longest_first = sorted(seconds_of_part, key=lambda part: seconds_of_part[part], reverse=True)
-    rows = [time_row(part, seconds_of_part[part]) for part in longest_first if seconds_of_part[part]]
+    rows = []
+    for part in longest_first:
+        if seconds_of_part[part] > 0:
+            rows.append(time_row(part, seconds_of_part[part]))
     if plan.step.extrapolated:
         rows.append(Row("not fitted", reason=plan.step.extrapolated))
     rows.append(percent_row("bubble", plan.bubble, "of the ideal time"))
@@ -178,12 +182,14 @@ def whole_run(plan: Plan) -> Section:
     if run.days is not None:
         rows.append(Row("tokens", f"{run.tokens:.4g}", reason=f"in {run.steps:,.0f} steps"))
         rows.append(Row("without failures", f"{run.days:,.1f}", "days"))
+    # These three are known together, if the cluster's rate of failures is known.
     if run.mttf_hours is not None and run.checkpoint_every_seconds is not None and run.goodput is not None:
         seconds_to_failure = run.mttf_hours * 3600
+        rows.append(time_row("a failure in", seconds_to_failure))
         save = of_time(plan.job.save_seconds)
         restart = of_time(plan.job.restart_seconds)
-        rows.append(time_row("a failure in", seconds_to_failure))
-        rows.append(time_row("save every", run.checkpoint_every_seconds, f"a save takes {save}, a restart {restart}"))
+        cost_of_failure = f"a save takes {save}, a restart {restart}"
+        rows.append(time_row("save every", run.checkpoint_every_seconds, cost_of_failure))
         rows.append(percent_row("goodput", run.goodput))
     if run.days_with_failures is not None:
         failures = f"with about {run.failures:.0f} failures"
@@ -244,6 +250,8 @@ def plan_html(plan: Plan, command: str) -> str:
     """
     css_class = "fits" if plan.fits else "too-large"
     items = "".join(f"<li>{row_html(row)}</li>" for row in answer(plan).rows)
+    answer_list = f'<ul class="{css_class}">{items}</ul>'
+
     memory = memory_of_stage(plan, plan.fullest)
     table_rows = []
     for number, row in enumerate(memory.rows):
@@ -252,8 +260,10 @@ def plan_html(plan: Plan, command: str) -> str:
             spot_in_colour_of_bar = f'<i class="kind-{number}"></i>'
             label = spot_in_colour_of_bar + label
         table_rows.append([label, row.value])
-    table = table_html(head=[memory.title, "GiB"], rows=table_rows)
-    return f'{bar_html(plan)}<ul class="{css_class}">{items}</ul>{table}<pre><code>{escape(command)}</code></pre>'
+    memory_table = table_html(head=[memory.title, "GiB"], rows=table_rows)
+
+    command_block = f"<pre><code>{escape(command)}</code></pre>"
+    return bar_html(plan) + answer_list + memory_table + command_block
 
 
 def search_html(search: Search) -> str:
@@ -285,9 +295,10 @@ def search_html(search: Search) -> str:
 
 def error_html(error: Exception) -> str:
     """What is wrong with the inputs, and the next step: the two lines of a PlanError, or of an arithmetic error."""
-    message = "A number is too large or too small.\nGive a real job's."
     if isinstance(error, PlanError):
         message = str(error)
+    else:
+        message = "A number is too large or too small.\nGive a real job's."
     problem, _, hint = message.partition("\n")
     return f'<p class="planner-error" role="alert"><strong>{escape(problem)}</strong> {escape(hint)}</p>'
 

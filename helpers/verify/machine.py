@@ -7,27 +7,35 @@ import json
 import os
 import platform
 import subprocess
+from collections import Counter
 from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a machine has. ``error`` is what torch says where it cannot use GPUs."""
+    """The GPUs of a machine, by the names of their models, and the versions of its programs."""
 
-    gpus: list[str]  # names
-    driver: str  # NVIDIA's, or "" where nvidia-smi fails
+    gpus: list[str]  # such as ["NVIDIA H200", "NVIDIA H200"]
+    driver: str  # version of NVIDIA's driver, or "" if nvidia-smi fails
     torch: str
     cuda: str
     nccl: str
     python: str
-    error: str = ""
+    error: str = ""  # what torch says if it cannot use GPUs
 
     def __str__(self) -> str:
-        """``8 x NVIDIA H100 80GB HBM3; driver 570.86, PyTorch …``, with a plus between models."""
-        different_models = dict.fromkeys(self.gpus)  # in order, each once
-        models = " + ".join(f"{self.gpus.count(name)} x {name}" for name in different_models)
-        versions = f"driver {self.driver or 'none'}, PyTorch {self.torch}, CUDA {self.cuda}, NCCL {self.nccl}"
-        return f"{models}; {versions}, Python {self.python}"
+        """Such as ``8 x NVIDIA H100 80GB HBM3; driver 570.86, PyTorch …``, with a plus between different models."""
+        models = []
+        for name, count in Counter(self.gpus).items():
+            models.append(f"{count} x {name}")
+        versions = [
+            f"driver {self.driver or 'none'}",
+            f"PyTorch {self.torch}",
+            f"CUDA {self.cuda}",
+            f"NCCL {self.nccl}",
+            f"Python {self.python}",
+        ]
+        return f"{' + '.join(models)}; {', '.join(versions)}"
 
 
 def examine() -> Machine:
@@ -36,17 +44,18 @@ def examine() -> Machine:
 
     error = ""
     nccl = ""
-    names: list[str] = []
+    gpus: list[str] = []
     try:
         torch.cuda.init()
-        names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        if torch.version.cuda == "pretended":  # A rehearsal on PyTorch's build for CPUs has neither.
-            nccl = "pretended"
+        gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+        nccl_version = torch.cuda.nccl.version()  # such as (2, 28, 3)
+        nccl = ".".join(map(str, nccl_version))
+        if torch.version.cuda == "pretended":
+            nccl = "pretended"  # A rehearsal on PyTorch's build for CPUs has neither CUDA nor NCCL.
     except (RuntimeError, AssertionError) as problem:  # torch asserts that it was built for GPUs
-        error = str(problem).partition("\n")[0]
+        error = str(problem).split("\n")[0]  # its first line
     return Machine(
-        gpus=names,
+        gpus=gpus,
         driver=driver_version(),
         torch=torch.__version__,
         cuda=torch.version.cuda or "",
@@ -63,13 +72,13 @@ def driver_version() -> str:
         printed = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-    return printed.partition("\n")[0]
+    return printed.split("\n")[0]  # nvidia-smi prints the same line for each GPU
 
 
 def obstacle(machine: Machine, requested_gpus: int | None) -> str:
-    """Why this machine cannot run on so many GPUs, or on all of them for None, and what to try, in two lines.
+    """Say in two lines why this machine cannot run on so many GPUs, and what to try; "" if it can.
 
-    "" if it can.
+    requested_gpus: None for all GPUs of the machine, which has to have one at least.
     """
     count = len(machine.gpus)
     if count == 0:

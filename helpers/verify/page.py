@@ -15,10 +15,12 @@ def page(record: Record, missing: Sequence[str]) -> str:
 
     First come the probes for which there are predictions, then what differed and what agreed, then the other probes.
     """
-    title, _, _ = record.facts["machine"].partition(";")  # the GPUs, without the versions
     if "rehearsed" in record.facts:
-        title = "rehearsed, not run on a GPU"
-    sections = [f"# The book on GPUs: {title}", table(["what", "value"], record.facts.items())]
+        subject = "rehearsed, not run on a GPU"
+    else:
+        machine = record.facts["machine"]  # such as "8 x NVIDIA H200; driver 570.86, PyTorch 2.15.0, …"
+        subject = machine.split(";")[0]
+    sections = [f"# The book on GPUs: {subject}", table(["what", "value"], record.facts.items())]
     if missing:
         sections.append(f"Not run yet: {', '.join(missing)}.")
     for name, predictions in record.predictions.items():
@@ -44,12 +46,13 @@ def page(record: Record, missing: Sequence[str]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown. Its cells may hold any text: what would end a cell or a row is written otherwise."""
-    lines = [" | ".join(head), "|".join("---" for _ in head)]
+    """Write a table in Markdown. Cells may hold any text: in them a | is escaped, and a new line becomes a space."""
+    rule = "|".join(["---"] * len(head))
+    lines = [f"| {' | '.join(head)} |", f"| {rule} |"]
     for row in rows:
         cells = [text.replace("|", "\\|").replace("\n", " ") for text in row]
-        lines.append(" | ".join(cells))
-    return "\n".join(f"| {line} |" for line in lines)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def bullets(lines: Sequence[str], without: str) -> str:
@@ -60,9 +63,9 @@ def bullets(lines: Sequence[str], without: str) -> str:
 
 
 def fenced(text: str, head: str = "text") -> str:
-    """A text as a block of code, which is fenced with more backticks than the text has in a row.
+    """Write a text as a block of code in Markdown. The fence has more backticks than the text has in a row.
 
-    ``head`` stands behind the first fence: the language, or for a page of the book a directive.
+    ``head`` follows the first fence. It is the block's language, or on a page of the book a directive.
     """
     fence = "```"
     while fence in text:
@@ -81,18 +84,20 @@ def rounded(number: float) -> str:
 
 
 def figures_table(figures: Sequence[Figure], predictions: Sequence[Prediction]) -> str:
-    """A table in Markdown of measured figures: first those that were predicted, each beside its prediction.
+    """Write a table in Markdown of measured figures: first those that were predicted, each beside its prediction.
 
     Predictions that nothing was measured for have a row, too. If there are no predictions, their columns are left out.
     """
     measured = {figure.name: figure.value for figure in figures}
     rows = []
     for prediction in predictions:
-        value = "not measured"
-        ratio = ""
         if prediction.name in measured:
-            value = rounded(measured[prediction.name])
-            ratio = f"{measured[prediction.name] / prediction.value:.2f}"
+            number = measured[prediction.name]
+            value = rounded(number)
+            ratio = f"{number / prediction.value:.2f}"
+        else:
+            value = "not measured"
+            ratio = ""
         what = prediction.name
         if prediction.version:
             what = f"{prediction.name}, {prediction.version}"
@@ -103,8 +108,8 @@ def figures_table(figures: Sequence[Figure], predictions: Sequence[Prediction]) 
             rows.append([figure.name, rounded(figure.value), figure.unit, "", ""])
     if predictions:
         return table(COLUMNS, rows)
-    without_predictions = slice(COLUMNS_WITHOUT_PREDICTIONS)
-    return table(COLUMNS[without_predictions], [row[without_predictions] for row in rows])
+    short_rows = [row[:COLUMNS_WITHOUT_PREDICTIONS] for row in rows]
+    return table(COLUMNS[:COLUMNS_WITHOUT_PREDICTIONS], short_rows)
 
 
 def interval_of(prediction: Prediction) -> str:
@@ -135,25 +140,30 @@ def agreements(record: Record) -> str:
 
 
 def scripts_table(steps: Iterable[Step]) -> str:
-    """A table of what each chapter's script came to, how long it took, and how much memory. Other steps have no row."""
+    """Write a table of the chapters' scripts: what each printed, how long it took, and its memory.
+
+    The doctor and the checks of ``launch`` are steps, too, but no scripts. They have no row.
+    """
     rows = []
     for step in steps:
         is_script = bool(step.script_seconds)
-        if is_script:
-            result = ", ".join(f"{name} {number:g}" for name, number in step.result.items())
-            seconds = ", ".join(f"{number:.1f}" for number in step.script_seconds)
-            memory = ", ".join(f"{peak / 1e6:.0f}" for peak in step.memory)
-            rows.append([f"`{step.command}`", result, seconds, memory])
+        if not is_script:
+            continue
+        result = ", ".join(f"{name} {number:g}" for name, number in step.result.items())
+        seconds = ", ".join(f"{number:.1f}" for number in step.script_seconds)
+        peak_megabytes = ", ".join(f"{peak / 1e6:.0f}" for peak in step.memory)
+        rows.append([f"`{step.command}`", result, seconds, peak_megabytes])
     return table(["command", "result on GPUs", "seconds on GPUs, on gloo", "peak MB of the ranks"], rows)
 
 
 def sections_of_probe(probe: Probe, predictions: Sequence[Prediction]) -> list[str]:
-    """A probe's figures and texts, under its title."""
+    """The sections of the page about one probe: its title, what went wrong, its figures, and what programs printed."""
     sections = [f"## {probe.title}"]
     if probe.trouble:
         sections.append(f"It {probe.trouble}.")
     if probe.figures or predictions:
         sections.append(figures_table(probe.figures, predictions))
     for title, text in probe.texts.items():
-        sections += [f"### {title}", fenced(text or "(nothing)")]
+        sections.append(f"### {title}")
+        sections.append(fenced(text or "(nothing)"))
     return sections
