@@ -1,16 +1,19 @@
-"""``with check_training():`` finds mistakes of distributed training that raise no error. Off unless it is called.
+"""``with check_training():`` finds mistakes of distributed training that raise no error.
 
-Every rank runs it around its training, in an existing process group. While the first steps run, each rank records
+Every rank puts it around its training, in an existing process group. While the first steps run, each rank records
 checksums of its batches, weights, gradients and buffers, and who called what. At the end the records of all ranks are
-compared. They travel through the group's store, never through a collective: a rank that makes fewer steps than
-another, or that fails, keeps nobody waiting longer than ``patience`` seconds. A finding is reported only if it is
-certain. The file needs PyTorch and the standard library alone, so a script can carry it, or be run by it:
+compared, and a finding is reported only if it is certain. The records travel through the group's store and not through
+a collective, so a rank that makes fewer steps than another, or that fails, keeps nobody waiting longer than
+``patience`` seconds.
+
+The file needs only PyTorch and the standard library, so it can be copied beside a script. It can also run a script that
+was not changed:
 
     torchrun --nproc-per-node=2 training_check.py train.py --flags-of-the-script
 
-It is one file because it has to be copied as one. Its parts come in the order of a check: what a user calls, the
-mistakes that it knows, the record of a rank, the check from beginning to end, what observes a rank (in six parts, with
-the functions that all of them use in front), and the rules that compare the ranks' records.
+Its parts come in the order of a check: what a user calls, the mistakes that it knows, the record of a rank, the check
+from beginning to end, what observes a rank (in six parts, after the functions that all of them use), and the rules that
+compare the ranks' records.
 
 "The user" is whoever reads the report: the author of the training script.
 """
@@ -64,15 +67,17 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 # ``check_training`` is put around a training, and ``main`` is the command that runs an unchanged script inside a check.
 # Both begin and end a TrainingCheck, which has all the state.
 
+PATIENCE_AFTER_ERROR = 2  # seconds for which a rank that has failed waits for the others' records
+
 
 @contextmanager
 def check_training(steps: int = 20, patience: float = 30, allow: Iterable[str] = ()) -> Iterator["TrainingCheck"]:
     """A context around a training: it is observed until an optimizer has made ``steps`` steps.
 
     Enter it on every rank of a process group. Rank 0 prints a report to stderr as soon as all ranks have made these
-    steps, or at the end of the context. There it waits for the other ranks' records at most ``patience`` seconds, or 2
-    seconds after an exception. ``allow`` names kinds of findings to leave out, such as "drift"; an unknown kind raises
-    ValueError. At the end of the context, ``findings`` of its value is set on each rank.
+    steps, or at the end of the context. There it waits for the other ranks' records at most ``patience`` seconds, or
+    PATIENCE_AFTER_ERROR after an exception. ``allow`` names kinds of findings to leave out, such as "drift"; an unknown
+    kind raises ValueError. The context's value is a TrainingCheck, which has ``findings`` on each rank at the end.
     """
     check = TrainingCheck(steps, patience, allow)
     check.start()
@@ -80,7 +85,8 @@ def check_training(steps: int = 20, patience: float = 30, allow: Iterable[str] =
     try:
         yield check
     except BaseException:
-        check.patience = min(check.patience, 2)  # a peer may wait in a collective until this rank is gone
+        # Another rank may wait in a collective until this one is gone.
+        check.patience = min(check.patience, PATIENCE_AFTER_ERROR)
         raise
     finally:
         hook.remove()
@@ -126,13 +132,15 @@ def parse_arguments() -> argparse.Namespace:
 
 def connect_to_torchrun_store() -> dist.Store:
     """Connect to the store that torchrun serves. It is still there when the script has ended its process group."""
-    store, _, _ = next(dist.rendezvous("env://"))  # the other two are the rank and the world size
+    rendezvous = dist.rendezvous("env://")  # an iterator over (store, rank, world size)
+    store, _, _ = next(rendezvous)
     return store
 
 
 def write_findings(findings: Sequence["Finding"], path: Path) -> None:
     """Write the findings to a JSON file, as a list of objects."""
-    path.write_text(json.dumps([asdict(finding) for finding in findings], indent=1))
+    objects = [asdict(finding) for finding in findings]
+    path.write_text(json.dumps(objects, indent=1))
 
 
 # --- the kinds of mistakes --------------------------------------------------------------------------------------------
@@ -335,33 +343,36 @@ class Model:
     wrapper: str
     data_ranks: tuple[int, ...]
     communicates: bool = False  # in its own forward, as with experts or a divided sequence
-    joins: bool = False  # inside torch's Join, where ranks may make different numbers of steps
+    is_in_join: bool = False  # inside torch's Join, where ranks may make different numbers of steps
 
 
 @dataclass
 class Parameter:
-    """A parameter of an optimizer. ``replicas`` are the ranks that should hold the same values, empty if unknown.
+    """A parameter of an optimizer.
 
-    ``kind``: "DDP", "DTensor", "plain", or "mesh of one" for a shard of a mesh that has no other rank.
+    ``kind`` is one of these:
+    - "DDP", for a parameter inside DDP, which averages its gradient, or "not averaged by DDP";
+    - "DTensor", or "mesh of one" for a DTensor whose mesh has only one rank;
+    - "plain", for any other.
     """
 
-    model: str
-    name: str
+    model: str  # the name of the model that has it, or of the optimizer if no known model has it
+    name: str  # its name there
     kind: str
-    size: int
-    replicas: tuple[int, ...]
+    size: int  # its number of elements on this rank
+    replicas: tuple[int, ...]  # the ranks that should hold the same values; empty if there are none, or not known
 
 
 @dataclass
 class Forward:
-    """A call of a model while gradients are recorded. ``noise``: the random state with which dropout began."""
+    """A call of a model while gradients are recorded, as in training."""
 
     model: str
     code_line: CodeLine
     inputs: int  # a checksum
     elements: int  # numbers in the inputs
     rows: int = 0  # samples in the inputs, see ``most_rows``
-    noise: int | None = None
+    dropout_state: int | None = None  # a checksum of the random state with which dropout began; None without dropout
 
 
 @dataclass
@@ -372,25 +383,25 @@ class Calls:
     to_broadcast: int  # calls without gradients in which DDP broadcasts its buffers
     averaged: int  # backward passes that averaged the gradients
     synchronized: bool = False  # whether the gradients of a call since the last step are to be averaged
-    in_no_sync: CodeLine | None = None  # the last call before the step, if it was in no_sync
-    past_wrapper: CodeLine | None = None  # a call of the wrapped module itself, past its wrapper
+    line_in_no_sync: CodeLine | None = None  # the last call before the step, if it was in no_sync
+    line_past_wrapper: CodeLine | None = None  # a call of the wrapped module itself, past its wrapper
     code_lines: list[CodeLine] = field(default_factory=list)  # the lines of the calls that are counted
 
 
 @dataclass
 class Step:
-    """One step of an optimizer. The dictionaries from ``before`` on have the parameters' keys (see Record)."""
+    """One step of an optimizer. The dictionaries of weights and gradients have the parameters' keys (see Record)."""
 
     optimizer: int  # which of the rank's optimizers, from 0
     number: int  # which of the optimizer's steps, from 1
     code_line: CodeLine
-    rates: tuple[float, ...]  # the learning rate of each group of parameters
+    learning_rates: tuple[float, ...]  # the learning rate of each group of parameters
     settings: int  # a checksum of the optimizer's other settings
     calls: dict[str, Calls]  # by the model's name
-    before: dict[str, int] = field(default_factory=dict)  # checksums of the weights before the first step
+    weights_before: dict[str, int] = field(default_factory=dict)  # checksums, for the optimizer's first step only
     gradients: dict[str, int] = field(default_factory=dict)  # checksums
     gradient_means: dict[str, float] = field(default_factory=dict)  # mean absolute values, of DTensors only
-    after: dict[str, int] = field(default_factory=dict)  # checksums of the weights after the step
+    weights_after: dict[str, int] = field(default_factory=dict)  # checksums
 
 
 @dataclass
@@ -407,11 +418,12 @@ class Epoch:
     sampler_epoch: int  # what set_epoch was given last, or -1 for a sampler that has no epoch
     padded_length: int  # samples of all ranks with those that the sampler repeats, or 0 if it repeats none
     indices: list[int] = field(default_factory=list)  # checksums of the indices of its first batches
-    # For each of the first batches a checksum of the random states that loading it changed, or 0 if it changed none:
-    noise: list[int] = field(default_factory=list)
+    # For each of the first batches, a checksum of the random states from which loading it drew numbers, as to augment
+    # its samples; 0 if it drew none. Batches that drew the same numbers have equal checksums.
+    random_draws: list[int] = field(default_factory=list)
     models: list[str] = field(default_factory=list)  # the models that got its batches while gradients were recorded
     steps: int = 0  # steps of an optimizer after a batch of this loader
-    evaluated: int = 0  # batches that a model got while no gradients were recorded
+    batches_evaluated: int = 0  # batches that a model got while no gradients were recorded
     rows: int = 0  # samples in its largest batch, see ``most_rows``
 
 
@@ -430,12 +442,12 @@ class Evaluation:
 
 @dataclass
 class Dropout:
-    """A dropout on a tensor-parallel rank: checksums of its input and its output."""
+    """A call of a dropout on a tensor-parallel rank. ``input`` and ``output`` are checksums."""
 
     code_line: CodeLine
     ranks: tuple[int, ...]  # of the tensor-parallel group
-    before: int
-    after: int
+    input: int
+    output: int
 
 
 @dataclass(frozen=True)
@@ -467,8 +479,10 @@ class Record:
     loss_reads: list[CodeLine] = field(default_factory=list)
     saves: dict[str, Save] = field(default_factory=dict)  # by the file's path
     # What the script's own code communicates, and not DDP, fully_shard or another part of torch for it:
-    sent_large: bool = False  # whether it sends tensors that may be gradients or weights
-    sent_sizes: set[int] = field(default_factory=set)  # the numbers of elements of the small tensors that it sends
+    sends_large_tensors: bool = False  # whether it sends tensors that may be gradients or weights
+    sizes_of_small_tensors: set[int] = field(
+        default_factory=set
+    )  # the numbers of elements of the small tensors that it sends
     averages_gradients: bool = False  # whether it sends the gradient of each parameter before a step
     findings: list[Finding] = field(default_factory=list)  # of which one rank can be certain alone
     failures: list[str] = field(default_factory=list)  # tracebacks of this check itself
@@ -501,33 +515,41 @@ def short_name(file: str) -> str:
 def listed(ranks: Iterable[int]) -> str:
     """Ranks in words: "rank 2" or "ranks 0, 1 and 2"."""
     numbers = [str(rank) for rank in sorted(ranks)]
-    if len(numbers) == 1:
-        return f"rank {numbers[0]}"
-    return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
+    last = numbers.pop()
+    if not numbers:
+        return f"rank {last}"
+    return f"ranks {', '.join(numbers)} and {last}"
 
 
 def report(findings: Sequence[Finding], failures: Sequence[str] = ()) -> str:
-    """The section *silent mistakes* as text for the screen: first the mistakes, then the notes.
+    """The text that a check prints, under the title *silent mistakes*: first the mistakes, then the notes.
 
-    A note is a finding that many programs mean so. ``failures`` are tracebacks of errors in the check itself; the
-    report counts them, because the check may then have missed something.
+    A note is a finding that many programs have on purpose. ``failures`` are tracebacks of errors in the check itself.
+    The report counts them, because the check may then have missed something.
     """
     lines = ["silent mistakes"]
     if not mistakes_among(findings):
         lines.append(f"  none of the {len(KINDS)} kinds")
     mistakes_first = sorted(findings, key=lambda finding: finding.is_note)
     for finding in mistakes_first:
-        label = ""
-        if finding.is_note:
-            label = "note: "
-        where = f"{short_name(finding.file)}:{finding.line}, {listed(finding.ranks)}"
-        lines.append(f"  {label}{where}: {finding.sentence}")
-        lines.append(f"    {finding.cure}")
-        lines.append(f"    {finding.page}  (--allow {finding.kind})")
+        lines += describe_finding(finding)
     if failures:
-        last_line = failures[0].strip().splitlines()[-1]  # of a traceback: the exception
-        lines.append(f"  The check itself failed {len(failures)} times, so it is not complete: {last_line}")
+        traceback_lines = failures[0].strip().splitlines()
+        exception = traceback_lines[-1]
+        lines.append(f"  The check itself failed {len(failures)} times, so it is not complete: {exception}")
     return "\n".join(lines)
+
+
+def describe_finding(finding: Finding) -> list[str]:
+    """The three lines of a report about one finding: where it is, how to repair it, and where the book explains it."""
+    where = f"{short_name(finding.file)}:{finding.line}, {listed(finding.ranks)}"
+    if finding.is_note:
+        where = f"note: {where}"
+    return [
+        f"  {where}: {finding.sentence}",
+        f"    {finding.cure}",
+        f"    {finding.page}  (--allow {finding.kind})",
+    ]
 
 
 def check_allowed(allow: Iterable[str]) -> None:
@@ -538,25 +560,25 @@ def check_allowed(allow: Iterable[str]) -> None:
 
 
 class TrainingCheck:
-    """A check that runs, or ran. ``findings`` is None until the ranks' records are compared.
+    """One check on one rank. ``findings`` is None until the ranks' records are compared.
 
     The ranks communicate through the store of their process group, a dictionary that one process serves. Each rank puts
-    its record there. Rank 0 compares them, prints the report, and puts the findings there for the other ranks. Nobody
-    waits in a collective, in which a rank that has failed would never arrive.
+    its record there. Rank 0 compares them, prints the report, and puts the findings there for the other ranks. No rank
+    waits in a collective, at which a rank that has failed would never arrive.
     """
 
-    number = itertools.count()  # of the checks of this process; all ranks make the same checks, in the same order
+    next_number = itertools.count()  # All ranks make the same checks in the same order, so a check has one number.
 
     def __init__(self, steps: int, patience: float, allow: Iterable[str]) -> None:
-        """Nothing is observed before ``start``. The arguments are those of ``check_training``."""
+        """Make a check that observes nothing before ``start``. The arguments are those of ``check_training``."""
         check_allowed(allow)
+        self.name = f"training_check/{next(self.next_number)}"  # the same on all ranks; begins its keys in the store
         self.patience = patience
         self.allow = set(allow)
         self.observer = TrainingObserver(steps)
-        self.findings: list[Finding] | None = None
+        self.is_published = False  # whether this rank's record is in the store
         self.missing: list[int] = []  # ranks whose records did not come in time
-        self.prefix = f"training_check/{next(self.number)}"  # of the store's keys
-        self.is_published = False
+        self.findings: list[Finding] | None = None
 
     def start(self) -> None:
         """Begin the observation of this rank."""
@@ -570,29 +592,33 @@ class TrainingCheck:
             return
         self.is_published = True
         record = self.observer.record
-        self.observer.store.set(self.key(record.rank), pickle.dumps(record))
+        self.observer.store.set(self.record_key(record.rank), pickle.dumps(record))
 
-    def key(self, rank: int) -> str:
-        """Under which key of the store a rank's record is."""
-        return f"{self.prefix}/rank{rank}"
+    def record_key(self, rank: int) -> str:
+        """The key of the store under which a rank's record is."""
+        return f"{self.name}/rank{rank}"
 
-    def present(self) -> list[int]:
-        """The ranks whose records are in the store. Asking waits for nobody."""
+    def findings_key(self) -> str:
+        """The key of the store under which rank 0 puts the findings."""
+        return f"{self.name}/findings"
+
+    def published_ranks(self) -> list[int]:
+        """The ranks whose records are in the store now. It does not wait for the others."""
         ranks = range(self.observer.record.world_size)
-        return [rank for rank in ranks if self.observer.store.check([self.key(rank)])]
+        return [rank for rank in ranks if self.observer.store.check([self.record_key(rank)])]
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """torch calls this after each step of any optimizer: publish and report, once the observation is over.
+        """torch calls this after each step of any optimizer: publish this rank's record once the observation is over.
 
-        The observer ends it after the last step that it was to see. When all ranks have published their records, rank 0
-        reports at once, so that nobody has to wait for the end of a long training.
+        When all ranks have published their records, rank 0 reports at once, so that the user need not wait for the end
+        of a long training.
         """
         if not self.observer.is_finished or self.observer.store is None:
             return
         self.publish()
         record = self.observer.record
-        is_to_report = record.rank == 0 and self.findings is None
-        if is_to_report and len(self.present()) == record.world_size:
+        has_to_report = record.rank == 0 and self.findings is None
+        if has_to_report and len(self.published_ranks()) == record.world_size:
             self.compare_ranks()
 
     def finish(self) -> None:
@@ -611,14 +637,13 @@ class TrainingCheck:
             self.conclude([own_record])
             return
 
-        findings_key = f"{self.prefix}/findings"
         try:
             self.publish()
             if own_record.rank == 0:
-                self.wait_for([self.key(rank) for rank in range(own_record.world_size)])
+                self.wait_for([self.record_key(rank) for rank in range(own_record.world_size)])
                 self.compare_ranks()  # those whose records have come in time
-            elif self.wait_for([findings_key]):
-                self.findings = pickle.loads(store.get(findings_key))
+            elif self.wait_for([self.findings_key()]):
+                self.findings = pickle.loads(store.get(self.findings_key()))
         except RuntimeError as error:  # the store has gone with the process that served it
             print(f"silent mistakes: the ranks' notes could not be compared ({error})", file=sys.stderr)
 
@@ -634,18 +659,25 @@ class TrainingCheck:
     def compare_ranks(self) -> None:
         """On rank 0: compare the records that have come, report, and send the findings to the other ranks."""
         store = self.observer.store
-        present = self.present()
-        self.missing = [rank for rank in range(self.observer.record.world_size) if rank not in present]
-        records = [pickle.loads(store.get(self.key(rank))) for rank in present]
+        published_ranks = self.published_ranks()
+        records = []
+        self.missing = []
+        for rank in range(self.observer.record.world_size):
+            if rank in published_ranks:
+                records.append(pickle.loads(store.get(self.record_key(rank))))
+            else:
+                self.missing.append(rank)
         self.conclude(records)
-        store.set(f"{self.prefix}/findings", pickle.dumps(self.findings))
+        store.set(self.findings_key(), pickle.dumps(self.findings))
 
     def conclude(self, records: Sequence[Record]) -> None:
-        """Set ``findings`` to what these records show, but for the kinds to leave out. Rank 0 prints them, too."""
+        """Set ``findings`` to what these records show, without the allowed kinds. Rank 0 also prints them."""
         self.findings = [finding for finding in compare(records) if finding.kind not in self.allow]
         if self.observer.record.rank != 0:
             return
-        failures = [failure for record in records for failure in record.failures]
+        failures: list[str] = []
+        for record in records:
+            failures += record.failures
         print(report(self.findings, failures), file=sys.stderr, flush=True)
         if self.missing:
             print(f"  {listed(self.missing)} sent no notes within {self.patience:g} s", file=sys.stderr, flush=True)
@@ -733,8 +765,7 @@ def value_of(tensor: torch.Tensor) -> float:
 # Two ranks have equal tensors, batches, datasets or random states if the checksums are equal. Nothing here keeps state.
 
 CHUNK = 2**23  # bytes of a tensor that are summed at once
-# How many rows of a tensor are summed to distinguish one dataset from another:
-ROWS_OF_DATASET = 256
+ROWS_OF_DATASET = 256  # how many rows of a tensor are summed to distinguish one dataset from another
 
 
 @torch.no_grad()
@@ -745,29 +776,38 @@ def checksum_tensor(tensor: torch.Tensor) -> torch.Tensor:
     words in another order give another sum. The tensor is summed in chunks of CHUNK bytes, which bounds the memory for
     the products. A tensor whose bytes cannot be read, such as a sparse one, has the checksum 0.
     """
-    data = local_part(tensor).detach()
-    has_readable_bytes = data.layout == torch.strided and not data.is_quantized and not data.is_meta
-    if not has_readable_bytes:
+    all_bytes = bytes_of(tensor)
+    if all_bytes is None:
         return torch.zeros((), dtype=torch.int64)
-    if data.untyped_storage().nbytes() == 0:  # it is empty, or fully_shard has freed it
-        return torch.zeros((), dtype=torch.int64)
-    if data.is_complex():
-        data = torch.view_as_real(data.resolve_conj())
-    all_bytes = data.resolve_neg().contiguous().flatten().view(torch.uint8)
 
     # The sum begins with the number of bytes, so that zeros at the end change it, too.
-    total = torch.full((), all_bytes.numel(), dtype=torch.int64, device=data.device)
+    total = torch.full((), all_bytes.numel(), dtype=torch.int64, device=all_bytes.device)
     word_size = 8  # bytes
     words_per_chunk = CHUNK // word_size
     for chunk_number, chunk in enumerate(all_bytes.split(CHUNK)):
         missing_bytes = -len(chunk) % word_size  # zeros that complete the last word of the tensor
         words = nn.functional.pad(chunk, (0, missing_bytes)).view(torch.int64)
         first_factor = 2 * chunk_number * words_per_chunk + 1
-        odd_factors = torch.arange(first_factor, first_factor + 2 * len(words), 2, device=data.device)
+        odd_factors = torch.arange(first_factor, first_factor + 2 * len(words), 2, device=all_bytes.device)
         products = words * odd_factors  # integers of torch wrap at 2**64
         mixed = products ^ (products >> 32)  # so that the upper half of each product changes the lower half
         total += mixed.sum()
     return total
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The bytes of a tensor's values as a flat tensor of dtype uint8, or None if they cannot be read.
+
+    They cannot be read from a sparse, quantized or meta tensor, nor from one whose memory fully_shard has freed.
+    """
+    data = local_part(tensor).detach()
+    has_bytes = data.layout == torch.strided and not data.is_quantized and not data.is_meta
+    if not has_bytes or data.untyped_storage().nbytes() == 0:
+        return None
+    # A view may be marked to be conjugated or negated only when it is read.
+    if data.is_complex():
+        data = torch.view_as_real(data.resolve_conj())
+    return data.resolve_neg().contiguous().flatten().view(torch.uint8)
 
 
 def checksums(tensors: Sequence[torch.Tensor | None]) -> list[int]:
@@ -776,16 +816,15 @@ def checksums(tensors: Sequence[torch.Tensor | None]) -> list[int]:
     A copy from a GPU to the host waits for the GPU. So all checksums of one device are computed first, and then copied
     to the host at once.
     """
-    sum_of_index: dict[int, torch.Tensor] = {}  # {index of a tensor in the list: its checksum, still on its device}
+    on_devices: dict[torch.device, dict[int, torch.Tensor]] = {}  # {device: {index of a tensor: its checksum}}
     for index, tensor in enumerate(tensors):
         if tensor is not None:
-            sum_of_index[index] = checksum_tensor(tensor)
+            checksum = checksum_tensor(tensor)
+            on_devices.setdefault(checksum.device, {})[index] = checksum
     results = [0] * len(tensors)
-    devices = {checksum.device for checksum in sum_of_index.values()}
-    for device in devices:
-        indices = [index for index, checksum in sum_of_index.items() if checksum.device == device]
-        sums_on_device = torch.stack([sum_of_index[index] for index in indices])
-        for index, value in zip(indices, sums_on_device.tolist(), strict=True):
+    for checksum_of_index in on_devices.values():
+        values = torch.stack(list(checksum_of_index.values())).tolist()
+        for index, value in zip(checksum_of_index, values, strict=True):
             results[index] = value
     return results
 
@@ -816,7 +855,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def most_rows(tensors: Sequence[torch.Tensor]) -> int:
     """The largest first dimension among tensors, which is the number of samples if they are a batch; 0 without any."""
-    return max((tensor.shape[0] for tensor in tensors if tensor.dim() > 0), default=0)
+    rows = [tensor.shape[0] for tensor in tensors if tensor.dim() > 0]
+    return max(rows, default=0)
 
 
 def random_state(device: torch.device) -> int:
@@ -888,26 +928,38 @@ def dataset_checksum(dataset: Any, depth: int = 2) -> int | None:
 
 
 def summary_of(value: Any, depth: int) -> tuple[Any, ...]:
-    """A few values that distinguish an attribute of a dataset from the same attribute on another rank.
+    """A few values that distinguish an attribute of a dataset from the same attribute on another rank:
 
-    For example (60000, ["a.png", "z.png"], [], []) for a list of 60,000 file names. It is empty for an attribute that
-    distinguishes nothing. An attribute may be an object that can be indexed, such as a dataset that this one wraps; of
-    such objects ``depth`` levels are looked into.
+    - of a tensor, its shape and a checksum of its first rows;
+    - of a text or a number, itself;
+    - of a list, what ``summary_of_list`` says;
+    - of an object that can be indexed, such as a dataset that this one wraps, a checksum of its attributes;
+    - nothing of anything else.
+
+    ``depth`` says how many levels of objects in objects are looked into.
     """
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), checksums_of_first_rows([value]))
     if isinstance(value, (str, int, float)):
         return (value,)
     if isinstance(value, (list, tuple, range)) and len(value) > 0:
-        # The length and the two ends are enough to distinguish a list of a million file names from another.
-        plain_ends = [end for end in (value[0], value[-1]) if isinstance(end, (str, int, float, tuple))]
-        tensors = [item for item in value if isinstance(item, torch.Tensor)]
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        return (len(value), plain_ends, shapes, checksums_of_first_rows(tensors))
+        return summary_of_list(value)
     is_object_with_items = hasattr(value, "__getitem__") and hasattr(value, "__dict__")
     if is_object_with_items and depth > 0:
         return (dataset_checksum(value, depth - 1),)
     return ()
+
+
+def summary_of_list(items: Sequence[Any]) -> tuple[Any, ...]:
+    """A few values that distinguish a list from another: its length, its two ends, and the tensors in it.
+
+    For a list of 60,000 file names they are (60000, ["a.png", "z.png"], [], []).
+    """
+    ends = [items[0], items[-1]]
+    plain_ends = [end for end in ends if isinstance(end, (str, int, float, tuple))]
+    tensors = [item for item in items if isinstance(item, torch.Tensor)]
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    return (len(items), plain_ends, shapes, checksums_of_first_rows(tensors))
 
 
 def checksums_of_first_rows(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -923,16 +975,17 @@ def checksums_of_first_rows(tensors: Sequence[torch.Tensor]) -> list[int]:
 # --- what all observers use: replaced functions of torch --------------------------------------------------------------
 # Patches has the list of what was replaced, and restores it at the end. The limits below hold for all observers.
 
-# A tensor of at most so many elements is taken for a metric, unless a parameter has the same size.
-LARGEST_METRIC = 16
+LARGEST_METRIC = 16  # elements of a tensor that is taken for a metric, unless a parameter has the same size
 LARGEST_OBJECT = 4096  # bytes of a pickled Python object that is taken for metrics, and not for a model's state
-# With fewer samples an order, or a number that a script adds up, may be equal to another one by chance:
-FEWEST_SAMPLES = 8
-# Likewise, how many numbers of a batch may be equal to those of another batch by chance:
-FEWEST_ELEMENTS = 32
-# Notes of the first batches, calls and failures are enough for a comparison, and must not grow with the training:
+
+# With fewer of these, what is compared may be equal by chance:
+FEWEST_SAMPLES = 8  # of a dataset, if its order is compared, or the number of its samples
+FEWEST_BATCHES = 2  # at the beginning of two epochs
+FEWEST_ELEMENTS = 32  # numbers in the batches of two ranks
+FEWEST_DRAWS = 3  # batches, or calls of a model, whose random numbers are compared
+
+# Records of the first batches, calls and failures are enough for a comparison, and must not grow with the training:
 MOST_BATCHES = 32  # in each epoch
-NOTE_OF_WORKER = struct.Struct("qQ")  # two integers of 64 bits, see ``tell_noise``
 MOST_DROPOUTS = 64
 MOST_EVALUATIONS = 8  # of each model
 MOST_FAILURES = 20
@@ -959,10 +1012,10 @@ def positional_names(function: Callable[..., Any]) -> list[str]:
 def by_position(
     names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, by position where they can be: of ``f(1, b=2)`` they are ``(1, 2)`` and no others.
+    """Give a call's arguments by position where that is possible: the call ``f(1, b=2)`` becomes ``f(1, 2)``.
 
-    ``names`` are the function's ``positional_names``. A script may give any of them by name, as in
-    ``clip_grad_norm_(parameters, max_norm=1)``, and a hook calls its own parameters as it likes.
+    A script may name arguments, as in ``clip_grad_norm_(parameters, max_norm=1)``, but a hook has other names for its
+    parameters. ``names`` are the function's ``positional_names``. Returns the new (args, kwargs).
     """
     if not kwargs:
         return args, kwargs
@@ -986,27 +1039,29 @@ class Patches:
     def __init__(self, record: Record) -> None:
         """Nothing is replaced yet. The check observes the process and the thread in which this is called."""
         self.record = record  # gets the tracebacks of hooks that fail
-        self.process = os.getpid()
+        self.process = os.getpid()  # the process and the thread that train
         self.thread = threading.get_ident()
-        self.is_in_hook = False
+        self.is_in_hook = False  # whether a hook runs now
         self.undo: list[Callable[[], None]] = []  # functions that restore what was replaced, the latest last
-        self.functions: dict[int, ReplacedFunction] = {}  # by the id of the original
+        self.functions: dict[int, ReplacedFunction] = {}  # {id of the original function of a module: both functions}
 
-    def is_on(self) -> bool:
-        """Whether a call that is running now is observed: the script's own, in the process and the thread that train.
+    def observes_call(self) -> bool:
+        """Whether a replaced function that is called now has to tell the observers.
 
-        A DataLoader's workers are forks of the process, and nobody would read what is recorded there. What a hook calls
-        itself is not observed either. Nothing is observed after ``remove``, although other modules may still have a
-        replacement.
+        Only the script's own calls count, in the process and the thread that train:
+        - A DataLoader's workers are forks of the process, and nobody would read what is recorded there.
+        - A hook may itself call a replaced function.
+        - After ``remove``, other modules may still have a replacement.
         """
         is_training = os.getpid() == self.process and threading.get_ident() == self.thread
         is_patched = len(self.undo) > 0
         return is_training and is_patched and not self.is_in_hook
 
-    def is_on_in_worker(self) -> bool:
+    def observes_worker(self) -> bool:
         """Whether this process is a worker of a DataLoader that was forked while the check ran."""
         is_fork = os.getpid() != self.process and get_worker_info() is not None
-        return is_fork and not self.is_in_hook and bool(self.undo)
+        is_patched = len(self.undo) > 0
+        return is_fork and is_patched and not self.is_in_hook
 
     def run(self, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a hook; return what it returns, or None if it failed. What the hook itself calls is not observed."""
@@ -1031,7 +1086,7 @@ class Patches:
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             # While torch.compile traces, it would take the hook into its graph.
-            if not torch.compiler.is_compiling() and self.is_on():
+            if not torch.compiler.is_compiling() and self.observes_call():
                 in_order, rest = by_position(names, args, kwargs)
                 self.run(hook, *in_order, **rest)
             return original(*args, **kwargs)
@@ -1050,7 +1105,7 @@ class Patches:
         def replacement(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             # While torch.compile traces, it would take the hook into its graph.
-            if not torch.compiler.is_compiling() and self.is_on():
+            if not torch.compiler.is_compiling() and self.observes_call():
                 in_order, rest = by_position(names, args, kwargs)
                 self.run(hook, result, *in_order, **rest)
             return result
@@ -1060,7 +1115,7 @@ class Patches:
     def around(
         self, owner: Any, name: str, method: Callable[..., Any], in_worker: Callable[..., Any] | None = None
     ) -> None:
-        """From now on, call ``method`` in the place of a function of a class or a module, ``owner.name``.
+        """From now on, call ``method`` in place of ``owner.name``, a function of a class or a module.
 
         After ``around(GradScaler, "step", step_scaler)``, a script's ``scaler.step(optimizer)`` is
         ``step_scaler(GradScaler.step, scaler, optimizer)``. The method calls the function that it gets, because it has
@@ -1073,17 +1128,17 @@ class Patches:
 
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
-            if self.is_on():
+            if self.observes_call():
                 in_order, rest = by_position(names, args, kwargs)
                 return method(original, *in_order, **rest)
-            if in_worker is not None and self.is_on_in_worker():
+            if in_worker is not None and self.observes_worker():
                 return in_worker(original, *args, **kwargs)
             return original(*args, **kwargs)
 
         self.replace(owner, name, replacement)
 
     def replace(self, owner: Any, name: str, replacement: Any) -> None:
-        """Put a function in the place of ``owner.name``, until ``remove``. The owner is a class or a module."""
+        """Replace the function ``owner.name`` until ``remove``. The owner is a class or a module."""
         original = getattr(owner, name)
         is_class = isinstance(owner, type)
         is_inherited = is_class and name not in vars(owner)
@@ -1120,46 +1175,202 @@ class Patches:
 # whether the latest batch was trained on.
 
 
+@dataclass
+class RunningEpoch:
+    """What is known of one loop over a loader while it runs."""
+
+    indices: list[int] = field(default_factory=list)  # a checksum of each batch's indices, as in ``record``
+    record: Epoch | None = None  # None until iter(loader) has returned
+    compares_workers: bool = False  # whether the batches that workers yield of a stream are to be compared
+    stream_batches: list[int] = field(default_factory=list)  # their checksums so far
+
+
+class WorkerPipe:
+    """A pipe by which a loader's workers tell the training process which random numbers their batches drew.
+
+    A worker is a fork of the training process, so it has inherited the pipe. It sends one message for each batch: a
+    checksum of the batch's indices, and the batch's ``random_draws`` (see Epoch). Neither end ever waits for the other.
+    """
+
+    MESSAGE = struct.Struct("qQ")  # two integers of 64 bits
+
+    def __init__(self) -> None:
+        """Open the pipe, before any worker is forked."""
+        self.read_end, self.write_end = os.pipe()
+        os.set_blocking(self.read_end, False)
+        os.set_blocking(self.write_end, False)
+        self.messages_sent = 0  # by this process, if it is a worker
+        # {checksum of a batch's indices: its random_draws}. Two loaders may have batches of the same indices, so there
+        # is a list of them.
+        self.received: dict[int, list[int]] = {}
+
+    def send(self, indices_checksum: int, random_draws: int) -> None:
+        """In a worker: send the message of one batch. If the pipe is full, the message is lost."""
+        self.messages_sent += 1
+        try:
+            # A pipe takes so few bytes as a whole or not at all.
+            os.write(self.write_end, self.MESSAGE.pack(indices_checksum, random_draws))
+        except BlockingIOError:  # the pipe is full
+            pass
+
+    def take(self, indices_checksum: int) -> int:
+        """In the training process: the random_draws of a batch with these indices, or 0 if no worker has sent them.
+
+        Each message is taken once.
+        """
+        self.receive()
+        waiting = self.received.get(indices_checksum, [])
+        if not waiting:
+            return 0
+        return waiting.pop(0)
+
+    def receive(self) -> None:
+        """In the training process: read all messages that workers have sent so far."""
+        while True:
+            try:
+                messages = os.read(self.read_end, MOST_BATCHES * self.MESSAGE.size)
+            except BlockingIOError:  # the pipe is empty
+                return
+            for indices_checksum, random_draws in self.MESSAGE.iter_unpack(messages):
+                self.received.setdefault(indices_checksum, []).append(random_draws)
+
+    def close(self) -> None:
+        """Close both ends."""
+        os.close(self.read_end)
+        os.close(self.write_end)
+
+
 class LoaderObserver:
-    """Notes which indices each DataLoader gives out, and whether its batches are trained on or evaluated.
+    """Records which indices each DataLoader gives out, and whether its batches are trained on or evaluated.
 
     An epoch here is one loop over a loader: it begins when ``iter(loader)`` makes an iterator, and ends when this one
     has no batch left. Several may run at once, so what is known of one is kept by its iterator.
     """
 
     def __init__(self, record: Record, patches: Patches) -> None:
-        """Let the methods below be called where torch's loaders work. ``record`` gets what they see, and findings."""
+        """From now on, observe all loaders. ``record`` gets their epochs, and findings."""
         self.record = record
         self.patches = patches
-        self.loaders: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # {loader: its number}
-        self.next_numbers = itertools.count()  # a loader that is gone keeps its number
+        self.worker_pipe = WorkerPipe()
+        # {a loader: its number in the record}. A number is never used again, even if its loader is gone.
+        self.loader_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.next_loader_number = itertools.count()
+        # {the iterator of a loader: the loop that it makes}
+        self.running: weakref.WeakKeyDictionary[Any, RunningEpoch] = weakref.WeakKeyDictionary()
 
-        # What is known of a running epoch, by the iterator of its loader:
-        self.epochs: weakref.WeakKeyDictionary[Any, Epoch] = weakref.WeakKeyDictionary()
-        self.prefetched: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()  # indices, as in Epoch
-        self.streams: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()  # checksums of batches
-        # What workers drew, until the training loop gets the batch: {a checksum of the batch's indices: noise}, where
-        # noise is as in Epoch. Two loaders may have batches of the same indices, so there is a list for each.
-        self.noise_in_workers: dict[int, list[int]] = {}
-        self.told_batches = 0  # in a worker, whose copy of this observer is its own
-        self.notes_of_workers, self.notes_for_training = os.pipe()  # the end to read from, and the end to write to
-        os.set_blocking(self.notes_of_workers, False)
-        os.set_blocking(self.notes_for_training, False)
-
-        # What is known of the latest batch:
-        self.noise = 0  # which random states loading it changed, as in Epoch
-        self.waiting_epoch: Epoch | None = None  # its epoch, until a model is called
-        self.training_epoch: Epoch | None = None  # the epoch of the batch that was trained on last
+        self.random_draws = 0  # of the batch that this process has loaded last, as in Epoch
+        self.waiting_epoch: Epoch | None = None  # the latest batch's, until a model is called with the batch
+        self.training_epoch: Epoch | None = None  # that of the batch that was trained on last
         self.padded_evaluation: Epoch | None = None  # an evaluation with repeated samples that has just ended
 
+        self.replace_methods()
+
+    def replace_methods(self) -> None:
+        """Let the methods below be called where torch's loaders work, and where an evaluation adds up its results."""
         iterator_class = dataloader_module._BaseDataLoaderIter
-        patches.after(DataLoader, "__iter__", self.begin_epoch)
-        patches.before(iterator_class, "_reset", self.forget_epoch)
-        patches.after(iterator_class, "_next_index", self.note_indices)
-        patches.around(iterator_class, "__next__", self.next_batch)
-        patches.around(_MapDatasetFetcher, "fetch", self.fetch, in_worker=self.fetch_in_worker)
-        patches.after(dist, "all_reduce", self.find_padding)
-        patches.after(dist, "reduce", self.find_padding)
+        self.patches.after(DataLoader, "__iter__", self.begin_epoch)
+        self.patches.before(iterator_class, "_reset", self.forget_epoch)
+        self.patches.after(iterator_class, "_next_index", self.record_indices)
+        self.patches.around(iterator_class, "__next__", self.next_batch)
+        self.patches.around(_MapDatasetFetcher, "fetch", self.fetch, in_worker=self.fetch_in_worker)
+        self.patches.after(dist, "all_reduce", self.find_padding)
+        self.patches.after(dist, "reduce", self.find_padding)
+
+    def close(self) -> None:
+        """Close the pipe to the workers, when nothing is observed any more."""
+        self.worker_pipe.close()
+
+    # --- loading a batch
+
+    def fetch(self, original: Callable[..., Any], fetcher: Any, indices: Any) -> Any:
+        """Replaces ``fetcher.fetch(indices)``, which loads the samples of a batch: keep what it draws at random.
+
+        The random states are compared before and after. ``original`` is torch's method.
+        """
+        self.random_draws = 0
+        states_before = self.patches.run(random_states, fetcher.dataset)
+        batch = original(fetcher, indices)
+        if states_before is not None:  # None if random_states has failed
+            self.patches.run(self.keep_random_draws, states_before, fetcher.dataset)
+        return batch
+
+    def keep_random_draws(self, states_before: dict[str, int], dataset: Any) -> None:
+        """After a batch was loaded: keep from which random states it drew, which are those that have changed.
+
+        ``states_before`` are the ``random_states`` before the batch was loaded.
+        """
+        states_after = random_states(dataset)
+        changed_states = [state for name, state in states_before.items() if states_after.get(name) != state]
+        self.random_draws = combined(changed_states)
+
+    def fetch_in_worker(self, original: Callable[..., Any], fetcher: Any, indices: Any) -> Any:
+        """In a worker, replaces ``fetcher.fetch(indices)``: send what it draws to the process that trains.
+
+        A worker has a copy of this observer, made when it was forked.
+        """
+        if self.worker_pipe.messages_sent >= MOST_BATCHES:
+            return original(fetcher, indices)
+        batch = self.fetch(original, fetcher, indices)
+        self.patches.run(self.send_random_draws, indices)
+        return batch
+
+    def send_random_draws(self, indices: Any) -> None:
+        """In a worker that has loaded a batch of these indices: send what the batch has drawn at random."""
+        self.worker_pipe.send(crc(indices), self.random_draws)
+
+    # --- an epoch, from beginning to end
+
+    def begin_epoch(self, iterator: Any, loader: Any) -> None:
+        """After ``iter(loader)`` has made an iterator: begin the record of an epoch.
+
+        It says what the loader and its sampler are like. By that the rules judge whether the ranks should get different
+        samples, and whether the next epoch should have another order.
+        """
+        if loader not in self.loader_numbers:
+            self.loader_numbers[loader] = next(self.next_loader_number)
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        number_of_samples = 0
+        if not is_stream and hasattr(loader.dataset, "__len__"):
+            number_of_samples = len(loader.dataset)
+        sampler = sampler_of(loader)
+        # A loader with workers asks for the first indices before iter(loader) returns, and so before this method runs.
+        running = self.running.setdefault(iterator, RunningEpoch())
+        running.record = Epoch(
+            loader=self.loader_numbers[loader],
+            code_line=user_code_line(),
+            dataset=dataset_checksum(loader.dataset),
+            samples=number_of_samples,
+            sampler=type(sampler).__name__,
+            divided=isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1,
+            shuffled=bool(getattr(sampler, "shuffle", False)),
+            sampler_epoch=getattr(sampler, "epoch", -1),
+            padded_length=padded_length(sampler, number_of_samples),
+            indices=running.indices,
+        )
+        self.record.epochs.append(running.record)
+        running.compares_workers = is_stream and loader.num_workers > 1
+
+    def forget_epoch(self, iterator: Any, *args: Any, **kwargs: Any) -> None:
+        """Before an iterator begins anew, as with persistent workers: its next batches are those of another epoch."""
+        self.running.pop(iterator, None)
+
+    def epoch_of(self, iterator: Any) -> Epoch | None:
+        """The record of the loop that an iterator makes, or None if the loop began before the observation."""
+        running = self.running.get(iterator)
+        if running is None:
+            return None
+        return running.record
+
+    def record_indices(self, indices: Any, iterator: Any) -> None:
+        """Record a checksum of one batch's indices, which the sampler has just given to the iterator of a loader.
+
+        By these checksums the rules see whether two ranks, or two epochs, got the same samples in the same order.
+        """
+        if indices is None:  # a stream has no indices
+            return
+        running = self.running.setdefault(iterator, RunningEpoch())
+        if len(running.indices) < MOST_BATCHES:
+            running.indices.append(crc(indices))
 
     def next_batch(self, original: Callable[..., Any], iterator: Any) -> Any:
         """Replaces ``next(iterator)``: record the batch that the training loop gets, or the end of the epoch.
@@ -1171,141 +1382,33 @@ class LoaderObserver:
         except StopIteration:
             self.patches.run(self.end_epoch, iterator)
             raise
-        self.patches.run(self.note_batch, iterator, batch)
+        self.patches.run(self.record_batch, iterator, batch)
         return batch
 
-    def fetch(self, original: Callable[..., Any], fetcher: Any, indices: Any) -> Any:
-        """Replaces ``fetcher.fetch(indices)``, which loads the samples of a batch: record what it draws at random.
-
-        The random states are compared before and after. ``original`` is torch's method.
-        """
-        states_before = self.patches.run(random_states, fetcher.dataset) or {}  # None if it failed
-        batch = original(fetcher, indices)
-        self.patches.run(self.note_noise, states_before, fetcher.dataset)
-        return batch
-
-    def fetch_in_worker(self, original: Callable[..., Any], fetcher: Any, indices: Any) -> Any:
-        """In the place of ``fetcher.fetch(indices)`` in a worker: tell the process that trains what it draws."""
-        if self.told_batches == MOST_BATCHES:
-            return original(fetcher, indices)
-        batch = self.fetch(original, fetcher, indices)
-        self.patches.run(self.tell_noise, indices)
-        self.told_batches += 1
-        return batch
-
-    def tell_noise(self, indices: Any) -> None:
-        """In a worker, before it sends a batch: write through the pipe from which random states the batch drew.
-
-        A note is a checksum of the batch's indices and ``noise``, 16 bytes, which are written as a whole or not at
-        all. Nothing waits if the pipe is full, because nobody has to read it: the note is then lost.
-        """
-        try:
-            os.write(self.notes_for_training, NOTE_OF_WORKER.pack(crc(indices), self.noise))
-        except BlockingIOError:
-            pass
-
-    def read_notes_of_workers(self) -> None:
-        """In the process that trains: take the notes that ``tell_noise`` has written in workers so far."""
-        while True:
-            try:
-                notes = os.read(self.notes_of_workers, MOST_BATCHES * NOTE_OF_WORKER.size)
-            except BlockingIOError:  # there are no more
-                return
-            for indices, noise in NOTE_OF_WORKER.iter_unpack(notes):
-                self.noise_in_workers.setdefault(indices, []).append(noise)
-
-    def noise_of_worker(self, epoch: Epoch) -> int:
-        """What the worker that loaded the epoch's latest batch has told of it; 0 if it has told nothing."""
-        self.read_notes_of_workers()
-        batch = len(epoch.noise)
-        if batch >= len(epoch.indices):
-            return 0
-        told = self.noise_in_workers.get(epoch.indices[batch], [])
-        if not told:
-            return 0
-        return told.pop(0)
-
-    def close(self) -> None:
-        """Close the pipe, when nothing is observed any more."""
-        os.close(self.notes_of_workers)
-        os.close(self.notes_for_training)
-
-    def begin_epoch(self, iterator: Any, loader: Any) -> None:
-        """After ``iter(loader)`` has made an iterator: begin the record of an epoch.
-
-        It says what the loader and its sampler are like. By that the rules judge whether the ranks should get different
-        samples, and whether the next epoch should have another order.
-        """
-        if loader not in self.loaders:
-            self.loaders[loader] = next(self.next_numbers)
-        is_stream = isinstance(loader.dataset, IterableDataset)
-        number_of_samples = 0
-        if not is_stream and hasattr(loader.dataset, "__len__"):
-            number_of_samples = len(loader.dataset)
-        sampler = sampler_of(loader)
-        # A loader with workers asks for the first indices before iter(loader) returns, and so before this method runs.
-        first_indices = self.prefetched.pop(iterator, [])
-        epoch = Epoch(
-            loader=self.loaders[loader],
-            code_line=user_code_line(),
-            dataset=dataset_checksum(loader.dataset),
-            samples=number_of_samples,
-            sampler=type(sampler).__name__,
-            divided=isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1,
-            shuffled=bool(getattr(sampler, "shuffle", False)),
-            sampler_epoch=getattr(sampler, "epoch", -1),
-            padded_length=padded_length(sampler, number_of_samples),
-            indices=first_indices,
-        )
-        self.epochs[iterator] = epoch
-        self.record.epochs.append(epoch)
-        if is_stream and loader.num_workers > 1:
-            self.streams[iterator] = []
-
-    def forget_epoch(self, iterator: Any, *args: Any, **kwargs: Any) -> None:
-        """Before an iterator begins anew, as with persistent workers: its next batches are those of another epoch."""
-        self.epochs.pop(iterator, None)
-
-    def note_indices(self, indices: Any, iterator: Any) -> None:
-        """Record a checksum of one batch's indices, which the sampler has just given to the iterator of a loader.
-
-        By these checksums the rules see whether two ranks, or two epochs, got the same samples in the same order.
-        """
-        if indices is None:  # a stream has no indices
-            return
-        epoch = self.epochs.get(iterator)
-        if epoch is None:  # ``begin_epoch`` comes later, and takes what is collected here
-            checksums_so_far = self.prefetched.setdefault(iterator, [])
-        else:
-            checksums_so_far = epoch.indices
-        if len(checksums_so_far) < MOST_BATCHES:
-            checksums_so_far.append(crc(indices))
-
-    def note_noise(self, states_before: dict[str, int], dataset: Any) -> None:
-        """After a batch was loaded: record from which random states it drew, which are those that have changed.
-
-        ``states_before`` are the ``random_states`` before the batch was loaded.
-        """
-        states_after = random_states(dataset)
-        changed = [name for name in states_before if states_after.get(name) != states_before[name]]
-        self.noise = combined(states_before[name] for name in changed)
-
-    def note_batch(self, iterator: Any, batch: Any) -> None:
-        """After the training loop got a batch: record which random states loading it has changed.
+    def record_batch(self, iterator: Any, batch: Any) -> None:
+        """After the training loop got a batch: record its size, and from which random states loading it drew.
 
         Whether the batch is trained on or evaluated shows only when a model is called, so its epoch waits for that.
         """
-        epoch = self.epochs.get(iterator)
+        epoch = self.epoch_of(iterator)
         self.waiting_epoch = epoch
-        if epoch is not None:
-            if len(epoch.noise) < MOST_BATCHES:
-                if iterator._num_workers > 0:
-                    self.noise = self.noise_of_worker(epoch)
-                epoch.noise.append(self.noise)
-                epoch.rows = max(epoch.rows, most_rows(list(tensors_in(batch))))
-            if iterator in self.streams:
-                self.check_stream(iterator, batch, epoch)
-        self.noise = 0
+        if epoch is None:
+            return
+        if len(epoch.random_draws) < MOST_BATCHES:
+            if iterator._num_workers > 0:
+                epoch.random_draws.append(self.draws_in_worker(epoch))
+            else:
+                epoch.random_draws.append(self.random_draws)
+            epoch.rows = max(epoch.rows, most_rows(list(tensors_in(batch))))
+        if self.running[iterator].compares_workers:
+            self.check_stream(iterator, batch, epoch)
+
+    def draws_in_worker(self, epoch: Epoch) -> int:
+        """The random_draws of the batch that an epoch has just got from a worker, or 0 if they are not known."""
+        batch_number = len(epoch.random_draws)  # from 0: the batches before it have theirs already
+        if batch_number >= len(epoch.indices):  # the batch has no indices, because it is a stream's
+            return 0
+        return self.worker_pipe.take(epoch.indices[batch_number])
 
     def check_stream(self, iterator: Any, batch: Any, epoch: Epoch) -> None:
         """After a batch of a stream: find workers of which each yields the whole stream, and not a part of its own.
@@ -1316,11 +1419,12 @@ class LoaderObserver:
         """
         rounds_to_compare = 3
         number_of_workers = iterator._num_workers
-        batches = self.streams[iterator]  # a checksum of each batch so far
+        running = self.running[iterator]
+        batches = running.stream_batches
         batches.append(combined(checksums(list(tensors_in(batch)))))
         if len(batches) < rounds_to_compare * number_of_workers:
             return
-        del self.streams[iterator]  # later batches of this epoch are not looked at
+        running.compares_workers = False  # later batches of this epoch are not looked at
 
         rounds = [batches[first : first + number_of_workers] for first in range(0, len(batches), number_of_workers)]
         each_round_is_equal = all(equal(batches_of_round) for batches_of_round in rounds)
@@ -1334,12 +1438,14 @@ class LoaderObserver:
 
         ``find_padding`` then sees whether its results are added up with the repeated samples.
         """
-        epoch = self.epochs.get(iterator)
+        epoch = self.epoch_of(iterator)
         if epoch is None:
             return
-        is_evaluation = epoch.evaluated > 0 and epoch.steps == 0
+        is_evaluation = epoch.batches_evaluated > 0 and epoch.steps == 0
         if is_evaluation and epoch.padded_length >= FEWEST_SAMPLES:
             self.padded_evaluation = epoch
+
+    # --- what is done with the batches
 
     def model_called(self, model: str, with_gradients: bool) -> None:
         """At a model's first call after a batch: record whether the batch is trained on or evaluated.
@@ -1352,7 +1458,7 @@ class LoaderObserver:
             return
         self.waiting_epoch = None
         if not with_gradients:
-            epoch.evaluated += 1
+            epoch.batches_evaluated += 1
             return
         self.training_epoch = epoch
         self.padded_evaluation = None
@@ -1368,8 +1474,8 @@ class LoaderObserver:
         """After ``all_reduce(tensor)`` or ``reduce``: find an evaluation that counts repeated samples.
 
         A DistributedSampler repeats some samples, so that all ranks get equally many. It is certain that an evaluation
-        counts them if it adds up a number that is that of all samples with the repeated ones. ``result`` is what the
-        collective has returned.
+        counts them if it adds up a number that is that of all samples with the repeated ones. For example 64, if 2
+        ranks evaluate 63 samples. ``result`` is what the collective has returned.
         """
         epoch = self.padded_evaluation
         if epoch is None:  # no such evaluation has just ended
@@ -1405,9 +1511,12 @@ def padded_length(sampler: Any, samples: int) -> int:
     """How many samples all ranks get with those that the sampler repeats, or 0 if it repeats none.
 
     A DistributedSampler repeats some of the dataset's ``samples`` if they cannot be divided evenly among the ranks,
-    unless it was told to drop the rest.
+    unless it was told to drop the rest. For example, 2 ranks get 64 of 63 samples, 32 each.
     """
-    if not isinstance(sampler, DistributedSampler) or sampler.drop_last or sampler.total_size == samples:
+    if not isinstance(sampler, DistributedSampler):
+        return 0
+    repeats_samples = not sampler.drop_last and sampler.total_size != samples
+    if not repeats_samples:
         return 0
     return sampler.total_size
 
@@ -1424,6 +1533,32 @@ class Clip:
     code_line: CodeLine
 
 
+@dataclass
+class ObservedScaler:
+    """A GradScaler, and what the script was seen to do with it."""
+
+    scaler: Any
+    has_scaled_loss: bool = False
+    has_stepped: bool = False  # whether scaler.step(optimizer) was called
+    scale_was_read: bool = False  # by scaler.get_scale(), after which the script may divide the gradients itself
+    step_with_scaled_gradients: CodeLine | None = None  # the last optimizer.step() outside scaler.step(optimizer)
+
+    def is_scaling(self) -> bool:
+        """Whether it certainly has multiplied the gradients, and nobody but its ``unscale_`` divides them again."""
+        if not self.has_scaled_loss or self.scale_was_read:
+            return False
+        scale = self.scaler._scale  # a tensor, or None before it is needed
+        return scale is not None and value_of(scale) != 1.0
+
+    def has_unscaled(self, optimizer: Any) -> bool:
+        """Whether ``scaler.unscale_(optimizer)`` was called since the last step.
+
+        A scaler keeps a stage for each optimizer: READY, until the optimizer's gradients are divided by the scale.
+        """
+        state = self.scaler._per_optimizer_states.get(id(optimizer))
+        return state is not None and state["stage"].name != "READY"
+
+
 @dataclass(frozen=True)
 class ObservedScheduler:
     """A learning-rate scheduler, and in which order it and its optimizer step.
@@ -1433,69 +1568,56 @@ class ObservedScheduler:
 
     scheduler: Any
     first_step: CodeLine
-    order: list[str]  # "scheduler" and "optimizer"; begins with "later" if what came before is not known
+    # Who stepped, in order: "optimizer" or "scheduler". It begins with "unknown" if earlier steps were not observed.
+    order: list[str]
 
 
 class ScalerObserver:
-    """Notes in which order a GradScaler, clipping, optimizers and schedulers are called.
+    """Records in which order a GradScaler, clipping, optimizers and schedulers are called.
 
     A GradScaler multiplies the loss, and with it the gradients, by a scale, and divides them by it before the step.
     Gradients that are clipped, or applied, before they are divided are many times too large.
     """
 
     def __init__(self, record: Record, patches: Patches) -> None:
-        """Let the methods below be called where scalers, clipping and schedulers are used. ``record`` gets findings."""
+        """From now on, observe all scalers, clipping and schedulers. ``record`` gets the findings."""
         self.record = record
         self.patches = patches
-
-        # Scalers, by their ids:
-        self.scalers: dict[int, Any] = {}  # those that scaled a loss
-        self.stepped_scalers: set[int] = set()
-        self.unscaled_by_hand: set[int] = set()  # those whose scale the script reads
-        self.direct_steps: dict[int, CodeLine] = {}  # where an optimizer steps by itself with gradients of this scale
-        self.is_in_scaler_step = False  # a scaler's step calls the optimizer's
-
-        self.clips: list[Clip] = []  # since the last step
+        self.scalers: dict[int, ObservedScaler] = {}  # {id of a GradScaler: what is known of it}
+        self.schedulers: dict[int, ObservedScheduler] = {}  # {id of a scheduler: what is known of it}
         self.stepped_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.schedulers: dict[int, ObservedScheduler] = {}  # by the scheduler's id
-        self.scheduler_depth = 0  # a SequentialLR calls the step of other schedulers within its own
+        self.clips: list[Clip] = []  # since the last step of an optimizer
+        self.is_in_scaler_step = False  # whether scaler.step(optimizer) runs, which calls optimizer.step()
+        self.scheduler_depth = 0  # how many scheduler.step() run: a SequentialLR calls those of others in its own
+        self.replace_methods()
 
-        patches.before(GradScaler, "scale", self.scale)
-        patches.before(GradScaler, "get_scale", self.read_scale)
-        patches.around(GradScaler, "step", self.step_scaler)
-        patches.around(nn.utils, "clip_grad_norm_", self.clip)
-        patches.around(nn.utils, "clip_grad_value_", self.clip)
+    def replace_methods(self) -> None:
+        """Let the methods below be called where a script uses scalers, clipping and schedulers."""
+        self.patches.before(GradScaler, "scale", self.scale)
+        self.patches.before(GradScaler, "get_scale", self.read_scale)
+        self.patches.around(GradScaler, "step", self.step_scaler)
+        self.patches.around(nn.utils, "clip_grad_norm_", self.clip)
+        self.patches.around(nn.utils, "clip_grad_value_", self.clip)
         for scheduler_class in vars(lr_scheduler).values():
             if isinstance(scheduler_class, type) and "step" in vars(scheduler_class):
-                patches.around(scheduler_class, "step", self.step_scheduler)
+                self.patches.around(scheduler_class, "step", self.step_scheduler)
+
+    def observed(self, scaler: Any) -> ObservedScaler:
+        """What is known of a GradScaler."""
+        if id(scaler) not in self.scalers:
+            self.scalers[id(scaler)] = ObservedScaler(scaler)
+        return self.scalers[id(scaler)]
 
     def scale(self, scaler: Any, outputs: Any) -> None:
-        """Before ``scaler.scale(loss)``: note a scaler that is in use."""
+        """Before ``scaler.scale(loss)``: record that the scaler is in use."""
         if scaler.is_enabled():
-            self.scalers[id(scaler)] = scaler
+            self.observed(scaler).has_scaled_loss = True
 
     def read_scale(self, scaler: Any) -> None:
-        """Before ``scaler.get_scale()``: if the script's own code asks for the scale, it may divide gradients by it."""
+        """Before ``scaler.get_scale()``: record it if the script's own code asks, and not the scaler itself."""
         is_called_by_script = caller_in_torch() == ""
         if is_called_by_script:
-            self.unscaled_by_hand.add(id(scaler))
-
-    def is_scaling(self, scaler: Any) -> bool:
-        """Whether a scaler certainly multiplied the gradients, and nobody but its ``unscale_`` divides them again."""
-        has_scaled_a_loss = id(scaler) in self.scalers
-        if not has_scaled_a_loss or scaler._scale is None:
-            return False
-        if id(scaler) in self.unscaled_by_hand:
-            return False
-        return value_of(scaler._scale) != 1.0
-
-    def is_unscaled(self, scaler: Any, optimizer: Any) -> bool:
-        """Whether ``scaler.unscale_(optimizer)`` was called since the last step.
-
-        A scaler keeps a stage for each optimizer: READY, until the optimizer's gradients are divided by the scale.
-        """
-        state = scaler._per_optimizer_states.get(id(optimizer))
-        return state is not None and state["stage"].name != "READY"
+            self.observed(scaler).scale_was_read = True
 
     def clip(self, original: Callable[..., Any], parameters: Any, limit: Any, *args: Any, **kwargs: Any) -> Any:
         """Replaces ``clip_grad_norm_(parameters, limit)`` and ``clip_grad_value_``: record what is clipped.
@@ -1505,54 +1627,55 @@ class ScalerObserver:
         if not isinstance(parameters, torch.Tensor):
             parameters = list(parameters)  # a generator yields them once, and they are needed twice
         norm = original(parameters, limit, *args, **kwargs)
-        self.patches.run(self.note_clip, parameters, limit, norm)
+        self.patches.run(self.record_clip, parameters, limit, norm)
         return norm
 
-    def note_clip(self, parameters: Any, limit: Any, norm: Any) -> None:
+    def record_clip(self, parameters: Any, limit: Any, norm: Any) -> None:
         """Record which gradients were clipped, unless their norm was only measured, or was below the limit.
 
         ``norm`` is what torch's function returned: the norm for clip_grad_norm_, None for clip_grad_value_.
         """
-        if float(limit) == float("inf"):  # a usual way to get the norm without a change
+        limit = float(limit)
+        only_measures = limit == float("inf")  # a usual way to get the norm without a change
+        if only_measures:
             return
         # A DTensor's norm is not looked at, because its value would take a collective.
-        if isinstance(norm, torch.Tensor) and not isinstance(norm, DTensor):
-            if value_of(norm) <= float(limit):
-                return
+        norm_is_known = isinstance(norm, torch.Tensor) and not isinstance(norm, DTensor)
+        if norm_is_known and value_of(norm) <= limit:
+            return
         clipped = {id(parameter) for parameter in tensors_in(parameters)}
         self.clips.append(Clip(clipped, user_code_line()))
 
     def step_scaler(self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Replaces ``scaler.step(optimizer)``: look at what was clipped, and mark the optimizer's step as the scaler's.
+        """Replaces ``scaler.step(optimizer)``: check the clipping before it, and mark that the scaler's step runs.
 
         ``original`` is torch's method, which calls ``optimizer.step()``. By the mark ``optimizer_steps`` below knows
-        that the script does not make this step past its scaler.
+        that it is the scaler that calls, and not the script itself.
         """
-        self.patches.run(self.note_scaler_step, scaler, optimizer)
+        self.patches.run(self.before_scaler_step, scaler, optimizer)
         self.is_in_scaler_step = True
         try:
             return original(scaler, optimizer, *args, **kwargs)
         finally:
             self.is_in_scaler_step = False
 
-    def note_scaler_step(self, scaler: Any, optimizer: Any) -> None:
+    def before_scaler_step(self, scaler: Any, optimizer: Any) -> None:
         """Before ``scaler.step(optimizer)``: record the step, and check the clipping since the last step."""
-        self.stepped_scalers.add(id(scaler))
-        self.note_order(optimizer)
-        clips = self.clips
+        self.record_order(optimizer)
+        observed = self.observed(scaler)
+        observed.has_stepped = True
+        if observed.is_scaling() and not observed.has_unscaled(optimizer):
+            self.find_scaled_clips(scaler, optimizer)
         self.clips = []
-        gradients_are_scaled = self.is_scaling(scaler) and not self.is_unscaled(scaler, optimizer)
-        if gradients_are_scaled:
-            self.find_scaled_clips(scaler, optimizer, clips)
 
-    def find_scaled_clips(self, scaler: Any, optimizer: Any, clips: list[Clip]) -> None:
+    def find_scaled_clips(self, scaler: Any, optimizer: Any) -> None:
         """Find gradients of this optimizer that were clipped while they were multiplied by the scaler's scale.
 
         The limit of the clipping is meant for the gradients themselves, and the scaled ones are thousands of times as
-        large. ``clips`` are the calls of clip_grad_norm_ and clip_grad_value_ since the last step.
+        large.
         """
         parameters = {id(parameter) for parameter in parameters_of(optimizer)}
-        for clip in clips:
+        for clip in self.clips:
             clips_this_optimizer = not clip.parameters.isdisjoint(parameters)
             if clips_this_optimizer:
                 scale = value_of(scaler._scale)
@@ -1560,17 +1683,17 @@ class ScalerObserver:
                 self.record.add_finding("clipped_while_scaled", clip.code_line, sentence)
 
     def optimizer_steps(self, optimizer: Any) -> None:
-        """Before an optimizer's step: if the script calls it past its scaler, record whether the gradients are scaled.
+        """Before ``optimizer.step()``: record the line if the script calls it itself, with gradients that are scaled.
 
         It becomes a finding only in ``close``, because the script may yet show that it divides the gradients itself.
         """
         if self.is_in_scaler_step:
             return
         self.clips = []
-        self.note_order(optimizer)
-        for scaler in self.scalers.values():
-            if self.is_scaling(scaler) and not self.is_unscaled(scaler, optimizer):
-                self.direct_steps[id(scaler)] = user_code_line()
+        self.record_order(optimizer)
+        for observed in self.scalers.values():
+            if observed.is_scaling() and not observed.has_unscaled(optimizer):
+                observed.step_with_scaled_gradients = user_code_line()
 
     def step_scheduler(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         """Replaces ``scheduler.step()``: record the script's own calls.
@@ -1588,9 +1711,9 @@ class ScalerObserver:
             self.scheduler_depth -= 1
 
     def scheduler_steps(self, scheduler: Any) -> None:
-        """Before ``scheduler.step()``: record the step, in the order in which the scheduler and its optimizer step.
+        """Before ``scheduler.step()``: add the step to the order in which the scheduler and its optimizer step.
 
-        Only an order that begins with the training's very first step shows a mistake. Any other begins with "later".
+        Only an order that begins with the training's very first step shows a mistake. Any other begins with "unknown".
         """
         steps_made = getattr(scheduler, "_step_count", 0)
         is_being_built = steps_made == 0  # or it is of a class that counts no steps
@@ -1603,14 +1726,16 @@ class ScalerObserver:
         # This is the first step that is observed. torch has counted one already, made by the scheduler's constructor.
         is_first_after_building = steps_made == 1 and scheduler.last_epoch == 0
         optimizer = scheduler.optimizer
+        # torch sets _opt_called in the first step of an optimizer that has a scheduler.
         optimizer_has_stepped = optimizer in self.stepped_optimizers or getattr(optimizer, "_opt_called", False)
-        order = ["later"]
         if is_first_after_building and not optimizer_has_stepped:
             order = ["scheduler"]
+        else:
+            order = ["unknown"]
         self.schedulers[id(scheduler)] = ObservedScheduler(scheduler, user_code_line(), order)
 
-    def note_order(self, optimizer: Any) -> None:
-        """Before an optimizer's step: note it for each scheduler that changes its learning rates."""
+    def record_order(self, optimizer: Any) -> None:
+        """Before an optimizer's step: add it to the order of each scheduler that changes its learning rates."""
         self.stepped_optimizers.add(optimizer)
         for observed in self.schedulers.values():
             if observed.scheduler.optimizer is optimizer:
@@ -1618,18 +1743,20 @@ class ScalerObserver:
 
     def close(self) -> None:
         """At the end of the observation: add the findings that were not certain before."""
-        self.find_steps_past_scalers()
+        self.find_steps_with_scaled_gradients()
         self.find_schedulers_before_optimizers()
 
-    def find_steps_past_scalers(self) -> None:
-        """Find steps of an optimizer with gradients that are still scaled, because the script does not use the scaler.
+    def find_steps_with_scaled_gradients(self) -> None:
+        """Find scripts that scale the loss, but call ``optimizer.step()`` and not ``scaler.step(optimizer)``.
 
         It is certain if the scaler never makes a step, and the script never asks for the scale to divide by it.
         """
-        for scaler_id, code_line in self.direct_steps.items():
-            if scaler_id not in self.stepped_scalers and scaler_id not in self.unscaled_by_hand:
-                sentence = "optimizer.step() applies gradients that are still multiplied by the loss scale."
-                self.record.add_finding("wrong_order", code_line, sentence)
+        for observed in self.scalers.values():
+            code_line = observed.step_with_scaled_gradients
+            if code_line is None or observed.has_stepped or observed.scale_was_read:
+                continue
+            sentence = "optimizer.step() applies gradients that are still multiplied by the loss scale."
+            self.record.add_finding("wrong_order", code_line, sentence)
 
     def find_schedulers_before_optimizers(self) -> None:
         """Find schedulers that step before their optimizer, and do so three times from the first step on."""
@@ -1661,41 +1788,46 @@ class Attribute:
 
 @dataclass(frozen=True)
 class Load:
-    """A call of ``load_state_dict(strict=False)``."""
+    """A call of ``load_state_dict(state, strict=False)``."""
 
-    has_match: bool  # whether the module has any of the keys that it was given
+    has_match: bool  # whether the module has any of the keys that ``state`` has
     code_line: CodeLine
-    example: str  # names a key that the module has, and one that it was given
+    example: str  # such as "it has weight, and was given module.weight"
 
 
 class StateObserver:
-    """Notes loads that fill nothing, ties between weights that break, and files that ranks write.
+    """Records loads that fill nothing, ties between weights that break, and files that ranks write.
 
     Weights are tied if several attributes of modules hold one parameter. A tie is the list of these attributes; it is
     kept when the attributes get other parameters, because they should again be one.
     """
 
     def __init__(self, record: Record, patches: Patches, steps_made: Callable[[], int]) -> None:
-        """Let the methods below be called where a script registers, loads and saves state.
+        """From now on, observe what a script registers as parameters, loads and saves.
 
-        ``record`` gets what they see, and findings. ``steps_made()`` is how many optimizer steps this rank has made.
+        ``record`` gets the saves, and findings. ``steps_made()`` is how many optimizer steps this rank has made.
         """
         self.record = record
         self.steps_made = steps_made
-        # By the parameter's id, because torch.utils.swap_tensors refuses a parameter that has a weak reference.
+        # {id of a parameter: the attributes that hold it}. The parameter itself, or a weak reference to it, cannot be
+        # the key, because torch.utils.swap_tensors refuses a parameter that has a weak reference.
         self.attributes: dict[int, list[Attribute]] = {}
         self.ties: list[list[Attribute]] = []
-        self.is_loading = False  # whether a load_state_dict runs
-        self.loads: dict[int, list[Load]] = {}  # by a checksum of the keys that were given
+        # {checksum of the keys of a state dictionary: the loads that were given these keys}
+        self.loads: dict[int, list[Load]] = {}
+        self.is_loading = False  # whether a load_state_dict runs, which may register parameters
+        self.replace_methods(patches)
 
+    def replace_methods(self, patches: Patches) -> None:
+        """Let the methods below be called where a script registers parameters, loads and saves."""
         patches.before(nn.Module, "register_parameter", self.register)
         patches.before(nn.Module, "load_state_dict", self.load)
         patches.after(nn.Module, "load_state_dict", self.loaded)
         patches.after(dcp, "load", self.load_distributed)
         patches.before(torch, "save", self.save)
 
-    def note_existing(self, modules: Iterable[nn.Module]) -> None:
-        """Note the parameters of modules that were built before the observation began."""
+    def register_existing(self, modules: Iterable[nn.Module]) -> None:
+        """Register the parameters of modules that were built before the observation began."""
         for module in modules:
             for name, parameter in module._parameters.items():
                 self.register(module, name, parameter)
@@ -1713,7 +1845,8 @@ class StateObserver:
         attributes = self.attributes.get(id(parameter), [])
         is_known_parameter = any(attribute.parameter() is parameter for attribute in attributes)
         if not is_known_parameter:
-            attributes = []  # they held an earlier parameter with this id, which is gone
+            # There are none yet, or they held an earlier parameter that had the same id, and is gone.
+            attributes = []
         attributes.append(Attribute(owner=weakref.ref(module), name=name))
         self.attributes[id(parameter)] = attributes
         if len(attributes) == 2:  # with three it is in ``ties`` already
@@ -1722,24 +1855,23 @@ class StateObserver:
     def forget_ties_of(self, module: nn.Module, name: str) -> None:
         """Take the attribute ``module.name`` out of the ties that it is in."""
         for tie in self.ties:
-            others = []
-            for attribute in tie:
+            for attribute in list(tie):  # a copy, because the loop changes the tie
                 is_this_one = attribute.owner() is module and attribute.name == name
-                if not is_this_one:
-                    others.append(attribute)
-            tie[:] = others  # in place, because ``attributes`` has the same list
+                if is_this_one:
+                    tie.remove(attribute)
 
     def load(self, module: nn.Module, state: Any, strict: bool = True, *args: Any, **kwargs: Any) -> None:
-        """Before ``module.load_state_dict(state)``: with strict=False, record whether the module has any of the keys.
+        """Before ``module.load_state_dict(state)``: with strict=False, record whether the module has any of its keys.
 
-        If none is, it is not a finding yet, because a script may try one ``state`` on several modules in turn: see
-        ``close``.
+        A module that has none is not a finding yet, because a script may try one ``state`` on several modules in turn:
+        see ``close``.
         """
         self.is_loading = True
         if strict:  # then torch itself raises an error
             return
-        # Not the keys of state_dict(), whose hooks may communicate.
-        own_keys = {name for name, _ in itertools.chain(module.named_parameters(), module.named_buffers())}
+        # module.state_dict() is not called for its keys, because its hooks may communicate.
+        own_keys = {name for name, _ in module.named_parameters()}
+        own_keys |= {name for name, _ in module.named_buffers()}
         if not own_keys or not state:
             return
         given_keys = sorted(state)
@@ -1751,7 +1883,7 @@ class StateObserver:
         self.loads.setdefault(crc(given_keys), []).append(load)
 
     def loaded(self, result: Any, *args: Any, **kwargs: Any) -> None:
-        """After ``load_state_dict``: what registers a parameter from now on is the script again."""
+        """After ``load_state_dict``: from now on it is again the script that registers parameters."""
         self.is_loading = False
 
     def load_distributed(self, result: Any, state: Any, *args: Any, **kwargs: Any) -> None:
@@ -1788,20 +1920,22 @@ class StateObserver:
     def find_tensors_left_out(self, asked: set[str], saved_tensors: set[str]) -> None:
         """Find parts of a load, such as "model", of which the checkpoint holds more tensors than were asked for.
 
-        Both arguments are keys of tensors, such as "model.head.weight": of those that were loaded into, and of those
-        that the checkpoint holds. Who takes weights for another head leaves some out on purpose, so it is only a note.
-        A part that was not asked for at all, such as "optimizer", is never named.
+        ``asked`` are the keys of the tensors that were loaded into, such as "model.head.weight", and ``saved_tensors``
+        those of the tensors in the checkpoint. A part that was not asked for at all, such as "optimizer", is never
+        named. The finding is only a note, because a script may leave tensors out on purpose, as to train another head.
         """
-        asked_parts = {key.partition(".")[0] for key in asked}
-        left = [key for key in saved_tensors - asked if key.partition(".")[0] in asked_parts]
-        if asked & saved_tensors and left:
-            sentence = f"The checkpoint also holds {min(left)}, which was not asked for, so it was not loaded."
-            if len(left) > 1:
-                sentence = (
-                    f"The checkpoint also holds {len(left)} tensors that were not asked for, such as {min(left)}."
-                )
-            mistake = make_finding("nothing_restored", user_code_line(), (), sentence)
-            self.record.findings.append(replace(mistake, is_note=True))
+        asked_parts = {first_part(key) for key in asked}
+        left_out = [key for key in saved_tensors - asked if first_part(key) in asked_parts]
+        something_was_loaded = not asked.isdisjoint(saved_tensors)
+        if not left_out or not something_was_loaded:
+            return
+        example = min(left_out)
+        if len(left_out) == 1:
+            sentence = f"The checkpoint also holds {example}, which was not asked for, so it was not loaded."
+        else:
+            sentence = f"The checkpoint also holds {len(left_out)} tensors that were not asked for, such as {example}."
+        mistake = make_finding("nothing_restored", user_code_line(), (), sentence)
+        self.record.findings.append(replace(mistake, is_note=True))
 
     def find_empty_optimizers(self, state: dict[str, Any], saved_keys: set[str]) -> None:
         """Find an optimizer's state dictionary without moments, into which a checkpoint with moments was loaded.
@@ -1823,7 +1957,7 @@ class StateObserver:
                 self.record.add_finding("nothing_restored", user_code_line(), sentence)
 
     def save(self, value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
-        """Before ``torch.save(value, file)``: note the first time that a path is written to.
+        """Before ``torch.save(value, file)``: record the first time that a path is written to.
 
         The rules then see whether several ranks write one file, and whether it is rank 0 that saves the model.
         """
@@ -1842,9 +1976,8 @@ class StateObserver:
         """
         path_of_module = {module: path for path, module in model.named_modules()}  # the model's own path is ""
         for tie in self.ties:
-            names: dict[
-                nn.Parameter, str
-            ] = {}  # {each parameter that the tie has now: the first attribute that holds it}
+            # {each parameter that the tie has now: the first attribute that holds it}
+            names: dict[nn.Parameter, str] = {}
             for attribute in tie:
                 module = attribute.owner()
                 parameter = attribute.parameter()
@@ -1863,18 +1996,28 @@ class StateObserver:
         A script may try one on several modules in turn, so it is a mistake only if none of them had any of its keys.
         """
         for loads in self.loads.values():
-            if not any(load.has_match for load in loads):
+            some_module_matched = any(load.has_match for load in loads)
+            if not some_module_matched:
                 sentence = f"load_state_dict(strict=False) matched no key of the module: {loads[0].example}."
                 self.record.add_finding("nothing_loaded", loads[0].code_line, sentence)
 
 
+def first_part(key: str) -> str:
+    """The part of a checkpoint to which a key belongs: "model" for "model.head.weight"."""
+    return key.partition(".")[0]
+
+
 def flat(state: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The (key, value) pairs of nested dictionaries, whose keys are joined with dots, as DCP names them."""
+    """Yields the (key, value) pairs of nested dictionaries, whose keys are joined with dots, as DCP names them.
+
+    For {"model": {"weight": w}, "step": 3} it yields ("model.weight", w) and ("step", 3).
+    """
     for key, value in state.items():
+        full_key = f"{prefix}{key}"
         if isinstance(value, dict):
-            yield from flat(value, f"{prefix}{key}.")
+            yield from flat(value, prefix=f"{full_key}.")
         else:
-            yield f"{prefix}{key}", value
+            yield full_key, value
 
 
 # --- observing communication ------------------------------------------------------------------------------------------
@@ -1883,9 +2026,10 @@ def flat(state: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 class CommunicationObserver:
-    """Notes whether the script's own code sends tensors, large as gradients or small as metrics."""
+    """Records whether the script's own code sends tensors: large ones like gradients, or small ones like metrics."""
 
-    # The names of all collectives, as methods of dist.ProcessGroup and as functions of _functional_collectives:
+    # The names of all collectives, first as methods of dist.ProcessGroup, then as functions of
+    # torch.distributed._functional_collectives:
     COLLECTIVE_METHODS = (
         "allreduce allreduce_coalesced broadcast reduce scatter gather gather_single allgather allgather_coalesced "
         "_allgather_base all_gather_single all_gather_single_coalesced allgather_into_tensor_coalesced reduce_scatter "
@@ -1898,8 +2042,8 @@ class CommunicationObserver:
         "reduce_scatter_tensor_autograd all_reduce_coalesced all_to_all_single_autograd permute_tensor "
         "all_gather_into_tensor_coalesced reduce_scatter_tensor_coalesced"
     ).split()
-    # The folders of torch whose collectives are not the script's own, because torch itself averages what it has to:
-    # DDP, fully_shard, ZeroRedundancyOptimizer, DTensors, SyncBatchNorm, and checkpoints, which average nothing.
+    # The folders of torch whose collectives are not the script's own: those of DDP, SyncBatchNorm, fully_shard,
+    # checkpoints, ZeroRedundancyOptimizer and DTensors.
     PARTS_OF_TORCH = (
         "nn/parallel/",
         "nn/modules/",
@@ -1913,20 +2057,25 @@ class CommunicationObserver:
     def __init__(self, record: Record, patches: Patches, when_script_sends: Callable[[], None]) -> None:
         """From now on, observe each collective of this rank, such as ``dist.all_reduce(loss)``.
 
-        ``patches`` replaces torch's collectives by functions that first call a method of this observer, with the
-        arguments of the collective. If the script's own code has called the collective, and not a part of torch such as
-        DDP, the observer writes the sizes of the tensors into ``record``, and calls ``when_script_sends()``.
+        If the script's own code calls one, and not a part of torch such as DDP, the sizes of its tensors go into
+        ``record``, and ``when_script_sends()`` is called.
         """
         self.record = record
         self.when_script_sends = when_script_sends
-        self.addresses: set[int] = set()  # where the tensors that were sent since the last step begin in memory
+        self.sent_addresses: set[int] = set()  # data_ptr() of each tensor that was sent since the last optimizer step
+        self.replace_collectives(patches)
 
-        # Functions such as dist.all_reduce call a method of the process group, here ProcessGroup.allreduce.
+    def replace_collectives(self, patches: Patches) -> None:
+        """Let the two methods below be called before each collective, with its arguments.
+
+        torch has two families of them:
+        - Functions such as dist.all_reduce call a method of the process group, here ProcessGroup.allreduce.
+        - Functional collectives, which return their result as a new tensor, do not call these methods.
+        """
         for method_name in self.COLLECTIVE_METHODS:
             if hasattr(dist.ProcessGroup, method_name):  # not every version of torch has all of them
                 patches.before(dist.ProcessGroup, method_name, self.before_group_collective)
 
-        # Functional collectives, which return their result as a new tensor, do not call these methods.
         functional_collectives = sys.modules["torch.distributed._functional_collectives"]
         for function_name in self.FUNCTIONAL_COLLECTIVES:
             if hasattr(functional_collectives, function_name):
@@ -1934,31 +2083,32 @@ class CommunicationObserver:
 
     def before_group_collective(self, group: Any, *args: Any, **kwargs: Any) -> None:
         """Observe a collective of a process group, whose method is about to be called with these arguments."""
-        sends_something = group.size() > 1  # not if this rank is alone in the group
-        if sends_something:
-            self.note(list(tensors_in([args, kwargs])))
+        has_other_ranks = group.size() > 1
+        if has_other_ranks:
+            self.record_tensors(list(tensors_in([args, kwargs])))
 
     def before_functional_collective(self, *args: Any, **kwargs: Any) -> None:
         """Observe a functional collective, which is about to be called with these arguments."""
-        self.note(list(tensors_in([args, kwargs])))
+        self.record_tensors(list(tensors_in([args, kwargs])))
 
-    def note(self, tensors: list[torch.Tensor]) -> None:
+    def record_tensors(self, tensors: list[torch.Tensor]) -> None:
         """Record the sizes and addresses of tensors that a collective sends, if the script's own code calls it.
 
         The rules are silent where a script may average gradients, weights or metrics itself. So large tensors are
         recorded apart from small ones, which can only be metrics unless a parameter has their size.
         """
-        if caller_in_torch().startswith(self.PARTS_OF_TORCH):
+        is_called_by_torch = caller_in_torch().startswith(self.PARTS_OF_TORCH)
+        if is_called_by_torch:
             return
         for tensor in tensors:
             # Functions such as all_gather_object send Python objects as bytes.
             is_small_object = tensor.dtype == torch.uint8 and tensor.numel() < LARGEST_OBJECT
             if tensor.numel() <= LARGEST_METRIC or is_small_object:
-                self.record.sent_sizes.add(tensor.numel())
+                self.record.sizes_of_small_tensors.add(tensor.numel())
             else:
-                self.record.sent_large = True
-            if len(self.addresses) < MOST_ADDRESSES:
-                self.addresses.add(local_part(tensor).data_ptr())
+                self.record.sends_large_tensors = True
+            if len(self.sent_addresses) < MOST_ADDRESSES:
+                self.sent_addresses.add(local_part(tensor).data_ptr())
         self.when_script_sends()
 
 
@@ -2015,6 +2165,24 @@ def describe_model(module: nn.Module) -> Model:
     return Model(wrapper="", data_ranks=())
 
 
+@dataclass
+class RunningCalls:
+    """What runs at this moment on the rank. Calls may run inside each other, so they are counted."""
+
+    module_calls: int = 0
+    backward_passes: int = 0
+    ddp: list[nn.Module] = field(default_factory=list)  # the DistributedDataParallel modules whose forward runs
+    optimizer: Any = None  # the optimizer whose step runs
+
+
+@dataclass
+class RandomNumbers:
+    """What the current call of a model draws at random."""
+
+    state_before: int = 0  # a checksum of the random state before the call
+    has_dropped: bool = False  # whether a dropout has drawn numbers
+
+
 class TrainingObserver:
     """Observes the training of one rank for ``steps`` steps of an optimizer; ``record`` has what it saw."""
 
@@ -2025,53 +2193,50 @@ class TrainingObserver:
         self.patches = Patches(self.record)
         self.store: Any = None  # of the process group
         self.is_finished = False
-        self.hooks: list[Any] = []  # torch's handles, by which its hooks are removed
+        self.step_hooks: list[Any] = []  # handles of the hooks of optimizers, by which they are removed
 
-        # Models, and calls of them:
-        self.models: dict[int, ObservedModel] = {}  # by the module's id
+        # What the script has made:
+        self.models: dict[int, ObservedModel] = {}  # {id of a module: what is known of it as a model}
+        self.optimizers: dict[int, ObservedOptimizer] = {}  # {id of an optimizer: what is known of it}
+        # {an optimizer: the line that has built it}
+        self.built_at: weakref.WeakKeyDictionary[Any, CodeLine] = weakref.WeakKeyDictionary()
         # {a module inside DDP: a reference to the DistributedDataParallel}
         self.wrapper_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref] = weakref.WeakKeyDictionary()
-        self.running_ddp: list[nn.Module] = []  # the DistributedDataParallel modules whose forward runs
-        self.call_depth = 0  # how many calls of modules run, each inside the one before
-        self.backward_depth = 0  # likewise, of backward passes
-        self.random_state = 0  # a checksum of the random state before the current call of a model
-        self.has_dropped = False  # whether a dropout drew random numbers in the current call of a model
-        self.evaluation: Evaluation | None = None  # the current one; None while the model is trained
 
-        # Optimizers, and steps of them:
-        self.optimizers: dict[int, ObservedOptimizer] = {}  # by the optimizer's id
-        self.built: weakref.WeakKeyDictionary[Any, CodeLine] = weakref.WeakKeyDictionary()  # where each was built
-        self.stepping: Any = None  # the optimizer whose step runs
+        # What the script does now:
+        self.running = RunningCalls()
+        self.random_numbers = RandomNumbers()
+        self.evaluation: Evaluation | None = None  # None while the model is trained
 
     def start(self, note_existing: bool = True) -> None:
-        """Begin to observe. ``note_existing``: look for the modules that the script has built already.
-
-        The four observers replace the functions of torch that they need; the other functions are replaced here.
-        """
-        patches = self.patches
-        self.loaders = LoaderObserver(self.record, patches)
-        self.scalers = ScalerObserver(self.record, patches)
-        self.states = StateObserver(self.record, patches, steps_made=lambda: len(self.record.steps))
-        self.communication = CommunicationObserver(self.record, patches, when_script_sends=self.communicated)
-        self.wrap_module_calls()
-        patches.around(torch.autograd, "backward", self.run_backward)
-        patches.around(torch.autograd, "grad", self.run_backward)
-        patches.after(Optimizer, "__init__", self.optimizer_built)
-        patches.after(DistributedDataParallel, "__init__", self.ddp_built)
-        patches.before(torch.Tensor, "item", self.read_number)
-        patches.replace_copies()
+        """Begin to observe. ``note_existing``: look for the modules that the script has built already."""
+        self.loaders = LoaderObserver(self.record, self.patches)
+        self.scalers = ScalerObserver(self.record, self.patches)
+        self.states = StateObserver(self.record, self.patches, steps_made=lambda: len(self.record.steps))
+        self.communication = CommunicationObserver(self.record, self.patches, when_script_sends=self.communicated)
+        self.replace_functions()
         if note_existing:
             self.find_existing_modules()
-        self.hooks = [
+        self.step_hooks = [
             register_optimizer_step_pre_hook(self.before_step),
             register_optimizer_step_post_hook(self.after_step),
         ]
 
+    def replace_functions(self) -> None:
+        """Replace the functions of torch that none of the four other observers has replaced."""
+        self.wrap_module_calls()
+        self.patches.around(torch.autograd, "backward", self.run_backward)
+        self.patches.around(torch.autograd, "grad", self.run_backward)
+        self.patches.after(Optimizer, "__init__", self.optimizer_built)
+        self.patches.after(DistributedDataParallel, "__init__", self.ddp_built)
+        self.patches.before(torch.Tensor, "item", self.read_number)
+        self.patches.replace_copies()  # last, because it copies the replacements of all observers
+
     def find_existing_modules(self) -> None:
-        """Learn of the modules that were built before the observation began, which are all that this process holds."""
-        # By type(), because isinstance() reads an object's __class__, at which a lazy object may begin to work.
+        """Find the modules that were built before the observation began: all that are in this process's memory."""
+        # isinstance() would read each object's __class__, at which a lazy object may begin to work. type() does not.
         modules = [value for value in gc.get_objects() if issubclass(type(value), nn.Module)]
-        self.patches.run(self.states.note_existing, modules)
+        self.patches.run(self.states.register_existing, modules)
         for module in modules:
             if isinstance(module, DistributedDataParallel):
                 self.patches.run(self.observed, module)
@@ -2081,9 +2246,9 @@ class TrainingObserver:
 
         ``stop`` leaves them, because it may be called by one of them, while torch iterates over its hooks.
         """
-        for hook in self.hooks:
+        for hook in self.step_hooks:
             hook.remove()
-        self.hooks = []
+        self.step_hooks = []
 
     def stop(self) -> None:
         """End the observation, and complete the record. The hooks of optimizers stay until ``remove_hooks``."""
@@ -2099,25 +2264,26 @@ class TrainingObserver:
         self.patches.run(self.find_idle_optimizers)
         self.complete_record()
 
-        # The rest of the training may be long. What refers to models and optimizers would keep their memory.
+        # The rest of the training may be long, and references to models and optimizers would keep their memory.
         self.models.clear()
         self.optimizers.clear()
         del self.loaders, self.scalers, self.states, self.communication
 
     def complete_record(self) -> None:
-        """At the end of the observation: record this rank's number, host and device, and add the number to findings."""
+        """At the end of the observation: record this rank's number, host and device, and name the rank in findings."""
         record = self.record
         if dist.is_initialized():
             self.see_group()
         elif self.store is None:  # the script has never made a group
             record.rank = int(os.environ.get("RANK", 0))
         record.host = socket.gethostname()
-        record.device = torch.backends.cpu.get_cpu_capability()
         if torch.cuda.is_available():
             record.device = torch.cuda.get_device_name()
+        else:
+            record.device = torch.backends.cpu.get_cpu_capability()
         uses_other_library = not OTHER_LIBRARIES.isdisjoint(sys.modules)
         if uses_other_library:
-            record.sent_large = True  # it may send what this check cannot see
+            record.sends_large_tensors = True  # it may send what this check cannot see
         findings = without_repetitions(record.findings)
         record.findings = [replace(finding, ranks=(record.rank,)) for finding in findings]
 
@@ -2139,8 +2305,8 @@ class TrainingObserver:
         @functools.wraps(original)
         def replacement(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # While a graph is compiled, or a checkpointed part is recomputed in backward, the script calls no model.
-            is_recomputed = self.backward_depth > 0
-            if torch.compiler.is_compiling() or is_recomputed or not self.patches.is_on():
+            is_recomputed = self.running.backward_passes > 0
+            if torch.compiler.is_compiling() or is_recomputed or not self.patches.observes_call():
                 return original(module, *args, **kwargs)
             return self.call_module(original, module, args, kwargs)
 
@@ -2150,32 +2316,32 @@ class TrainingObserver:
         """Replaces ``module(*args, **kwargs)``: record the call if the module is a model, or a dropout inside one.
 
         A model is a module that no other module calls, or DDP, which may be inside another. ``original`` is torch's
-        method, which runs the module's forward. Modules call each other, so this method runs within itself, and
-        ``call_depth`` says how deep.
+        method, which runs the module's forward. Modules call each other, so this method runs within itself.
         """
         inner = uncompiled(module)
         is_ddp = isinstance(inner, DistributedDataParallel)
-        is_called_by_script = self.call_depth == 0
+        is_called_by_script = self.running.module_calls == 0
         is_model = is_called_by_script or is_ddp
-        self.call_depth += 1
+        self.running.module_calls += 1
         forward = None  # the record of this call, if it gets one
         if is_model:
             forward = self.patches.run(self.before_model, inner, args, kwargs)
         elif self.wrapper_of:
             self.patches.run(self.check_wrapper, module)
         if is_ddp:
-            self.running_ddp.append(inner)
+            self.running.ddp.append(inner)
+        is_dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
         try:
             output = original(module, *args, **kwargs)
-            if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
-                self.patches.run(self.note_dropout, args, output)
+            if is_dropout:
+                self.patches.run(self.record_dropout, args, output)
             if forward is not None:
                 self.patches.run(self.after_model, inner, forward)
             return output
         finally:
-            self.call_depth -= 1
+            self.running.module_calls -= 1
             if is_ddp:
-                self.running_ddp.pop()
+                self.running.ddp.pop()
 
     def observed(self, module: nn.Module) -> ObservedModel | None:
         """What is known of a module as a model, or None for a module without parameters, such as a loss.
@@ -2187,12 +2353,12 @@ class TrainingObserver:
             was_wrapped_since = isinstance(module, FSDPModule) and not known.description.wrapper
             if not was_wrapped_since:
                 return known
-        has_parameters = next(module.parameters(), None) is not None
+        has_parameters = len(list(module.parameters())) > 0
         if not has_parameters:
             return None
         if isinstance(module, DistributedDataParallel):
             for part in module.module.modules():
-                self.wrapper_of[part] = weakref.ref(module)  # by which ``check_wrapper`` finds calls that go past DDP
+                self.wrapper_of[part] = weakref.ref(module)  # with it ``check_wrapper`` finds calls that go past DDP
         model = ObservedModel(module, describe_model(module))
         self.models[id(module)] = model
         return model
@@ -2206,9 +2372,9 @@ class TrainingObserver:
         if model.name:
             return
         class_name = type(model.unwrapped()).__name__
-        kind = f"{model.description.wrapper} {class_name}".strip()
-        earlier = [name for name in self.record.models if name.startswith(f"{kind} ")]
-        model.name = f"{kind} {len(earlier) + 1}"
+        name_without_number = f"{model.description.wrapper} {class_name}".strip()
+        earlier = [name for name in self.record.models if name.startswith(f"{name_without_number} ")]
+        model.name = f"{name_without_number} {len(earlier) + 1}"
         self.record.models[model.name] = model.description
 
     def before_model(self, module: nn.Module, args: Any, kwargs: Any) -> Forward | None:
@@ -2247,18 +2413,17 @@ class TrainingObserver:
             elements=sum(tensor.numel() for tensor in inputs),
             rows=most_rows(inputs),
         )
-        self.has_dropped = False
-        device = next(model.module.parameters()).device
-        self.random_state = random_state(device)
+        first_parameter = next(model.module.parameters())
+        self.random_numbers = RandomNumbers(state_before=random_state(first_parameter.device))
         return forward
 
     def after_model(self, module: nn.Module, forward: Forward) -> None:
         """After a call of a model: complete the Forward that ``before_model`` has begun, and add it to the record."""
         if not torch.is_grad_enabled():
-            self.note_evaluation(module, forward)
+            self.record_evaluation(module, forward)
             return
-        if self.has_dropped:
-            forward.noise = self.random_state
+        if self.random_numbers.has_dropped:
+            forward.dropout_state = self.random_numbers.state_before
         self.record.forwards.append(forward)
 
     def count_call(self, model: ObservedModel, with_gradients: bool) -> None:
@@ -2267,19 +2432,20 @@ class TrainingObserver:
         All ranks have to make such calls equally often, or they wait for each other, so the counts are compared at the
         end. ``with_gradients`` says whether gradients are recorded, so that a backward pass is to follow.
         """
-        if isinstance(model.module, DistributedDataParallel):
-            join_config: Any = model.module._join_config  # of torch's context Join, in which ranks may make fewer calls
-            if join_config.enable:
-                model.description.joins = True
         calls = model.calls
+        is_ddp = isinstance(model.module, DistributedDataParallel)
+        if is_ddp:
+            join_config: Any = model.module._join_config  # of torch's Join, inside which ranks may make fewer calls
+            if join_config.enable:
+                model.description.is_in_join = True
         if not model.communicates(with_gradients):
-            is_in_no_sync = with_gradients and model.description.wrapper == "DDP"
+            is_in_no_sync = is_ddp and with_gradients
             if is_in_no_sync:  # a mistake, if this is the last call before a step
-                calls.in_no_sync = user_code_line()
+                calls.line_in_no_sync = user_code_line()
             return
         if with_gradients:
             calls.to_average += 1
-            calls.in_no_sync = None
+            calls.line_in_no_sync = None
             calls.synchronized = True
             model.waits_for_backward = True
         else:
@@ -2297,52 +2463,50 @@ class TrainingObserver:
         if ddp_reference is None:  # the module is not inside DDP
             return
         ddp = ddp_reference()
-        if ddp is None or ddp in self.running_ddp:
+        if ddp is None or ddp in self.running.ddp:
             return
         if not torch.is_grad_enabled():  # there is nothing to average
             return
         calls = self.models[id(ddp)].calls
-        if calls.past_wrapper is None:
-            calls.past_wrapper = user_code_line()
+        if calls.line_past_wrapper is None:
+            calls.line_past_wrapper = user_code_line()
 
-    def note_dropout(self, args: Any, output: Any) -> None:
+    def record_dropout(self, args: Any, output: Any) -> None:
         """After a dropout: record that it drew random numbers and, on tensor-parallel ranks, checksums of what it did.
 
         Tensor-parallel ranks hold the same activation, so each has to drop the same units of it. If the activation is a
         DTensor, torch sees to that. ``args`` are the dropout's arguments, of which the first is its input.
         """
-        self.has_dropped = True
+        self.random_numbers.has_dropped = True
         ranks = self.tensor_parallel_ranks
         if not ranks or not torch.is_grad_enabled():
             return
         if len(self.record.dropouts) >= MOST_DROPOUTS:
             return
-        given = args[0]
-        if isinstance(given, DTensor) or isinstance(output, DTensor):
+        activation = args[0]
+        if isinstance(activation, DTensor) or isinstance(output, DTensor):
             return
-        before, after = checksums([given, output])
-        self.record.dropouts.append(Dropout(user_code_line(), ranks, before, after))
+        input_checksum, output_checksum = checksums([activation, output])
+        dropout = Dropout(user_code_line(), ranks, input=input_checksum, output=output_checksum)
+        self.record.dropouts.append(dropout)
 
     @functools.cached_property
     def tensor_parallel_ranks(self) -> tuple[int, ...]:
         """The ranks among which a model's matrices are divided for tensor parallelism, such as (0, 1), or () for none.
 
         fully_shard makes DTensors, too, but divides them among the ranks that average their gradients. So the ranks of
-        a mesh dimension are tensor-parallel if some of them do not average this model's gradients.
+        a mesh's last dimension are tensor-parallel if some of them do not average this model's gradients.
         """
         for model in self.models.values():
+            ranks_that_average = set(model.description.data_ranks)
             for parameter in model.module.parameters():
                 if isinstance(parameter, DTensor):
-                    # By convention tensor parallelism has the last dimension of the mesh.
-                    mesh = parameter.device_mesh
-                    group_of_last_dimension = mesh.get_group(mesh.ndim - 1)
-                    ranks = tuple(dist.get_process_group_ranks(group_of_last_dimension))
-                    ranks_that_average = set(model.description.data_ranks)
+                    ranks = ranks_of_last_dimension(parameter)
                     if not ranks_that_average.issuperset(ranks):
                         return ranks
         return ()
 
-    def note_evaluation(self, module: nn.Module, forward: Forward) -> None:
+    def record_evaluation(self, module: nn.Module, forward: Forward) -> None:
         """After the first call of an evaluation: record what the model evaluates, and with which batch statistics.
 
         Ranks with different statistics give results that depend on which rank evaluates what. So a model without
@@ -2379,11 +2543,11 @@ class TrainingObserver:
         did is the same on all ranks, so it numbers the steps by which the ranks are compared. ``original`` is torch's
         function.
         """
-        self.backward_depth += 1
+        self.running.backward_passes += 1
         try:
             return original(*args, **kwargs)
         finally:
-            self.backward_depth -= 1
+            self.running.backward_passes -= 1
             for model in self.models.values():
                 if model.waits_for_backward:
                     model.waits_for_backward = False
@@ -2396,18 +2560,20 @@ class TrainingObserver:
         file _tensor.py calls item().
         """
         is_loss = tensor.dim() == 0 and tensor.grad_fn is not None
-        if is_loss and caller_in_torch() in ("", "_tensor.py"):
-            code_line = user_code_line()
-            if code_line not in self.record.loss_reads:
-                self.record.loss_reads.append(code_line)
+        if not is_loss:  # it is decided first, because to look for the caller takes longer
+            return
+        is_read_by_script = caller_in_torch() in ("", "_tensor.py")
+        code_line = user_code_line()
+        if is_read_by_script and code_line not in self.record.loss_reads:
+            self.record.loss_reads.append(code_line)
 
     def communicated(self) -> None:
-        """After the script's own code has sent a tensor: note whether it did so in a forward, or for an evaluation.
+        """When the script's own code sends a tensor: record whether it does so in a forward, or for an evaluation.
 
         A model that communicates in its forward, as with experts, may rightly get the same batch on several ranks.
         After an evaluation, sending is taken for adding up the ranks' results.
         """
-        is_in_forward = self.call_depth > 0 and self.backward_depth == 0
+        is_in_forward = self.running.module_calls > 0 and self.running.backward_passes == 0
         if is_in_forward:
             for model in self.models.values():
                 model.description.communicates = True
@@ -2417,40 +2583,42 @@ class TrainingObserver:
     # --- steps of optimizers
 
     def ddp_built(self, result: Any, ddp: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """After a DistributedDataParallel was built: know the modules inside it before they are called."""
+        """After a DistributedDataParallel was built: learn which modules are inside it, before they are called."""
         self.observed(ddp)
 
     def optimizer_built(self, result: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """After an optimizer was built: note where, for a finding that it was built too early."""
-        self.built[optimizer] = user_code_line()
+        """After an optimizer was built: keep the line, for a finding that it was built too early."""
+        self.built_at[optimizer] = user_code_line()
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """torch calls this before each step of any optimizer, with the step's arguments."""
-        if self.is_finished or torch.compiler.is_compiling() or not self.patches.is_on():
+        if self.is_finished or torch.compiler.is_compiling() or not self.patches.observes_call():
             return
         # A ZeroRedundancyOptimizer has another optimizer inside, whose step runs within its own and does not count.
-        is_nested = self.stepping is not None and self.stepping is not optimizer
+        outer_optimizer = self.running.optimizer
+        is_nested = outer_optimizer is not None and outer_optimizer is not optimizer
         if not is_nested:
             self.patches.run(self.begin_step, optimizer)
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """torch calls this after each step of any optimizer. After the last step to observe, the observation ends."""
-        if optimizer is self.stepping:
-            self.stepping = None
-            self.patches.run(self.optimizers[id(optimizer)].end, self)
-            latest_step = self.record.steps[-1]
-            if latest_step.number >= self.steps:
-                self.stop()
+        if optimizer is not self.running.optimizer:  # its step was not observed
+            return
+        self.running.optimizer = None
+        self.patches.run(self.optimizers[id(optimizer)].end, self)
+        latest_step = self.record.steps[-1]
+        if latest_step.number >= self.steps:
+            self.stop()
 
     def begin_step(self, optimizer: Any) -> None:
-        """Before a step: tell the other observers, and record what the step starts from."""
+        """Before a step of an optimizer: tell the other observers, and begin the record of the step."""
         if dist.is_initialized() and self.store is None:
             self.see_group()
         if id(optimizer) not in self.optimizers:
             self.optimizers[id(optimizer)] = ObservedOptimizer(optimizer, index=len(self.optimizers))
         observed = self.optimizers[id(optimizer)]
         observed.name_parameters(self)
-        self.stepping = optimizer
+        self.running.optimizer = optimizer
         self.scalers.optimizer_steps(optimizer)
         self.loaders.optimizer_steps()
         observed.steps += 1
@@ -2463,7 +2631,7 @@ class TrainingObserver:
         keeps every gradient from its parameters.
         """
         for observed in self.optimizers.values():
-            code_line = self.built.get(observed.optimizer, observed.code_line)
+            code_line = self.built_at.get(observed.optimizer, observed.code_line)
             class_name = type(observed.optimizer).__name__
             stale = self.stale_parameters(observed)
             if stale:
@@ -2485,22 +2653,24 @@ class TrainingObserver:
         and no model, have the same shapes as those that the models have, and no optimizer.
         """
         trained = self.trained_parameters()
-        stale = []
+        in_no_model = []
         for parameter in observed.parameters():
-            has_had_gradient = id(parameter) in observed.with_gradient
-            if parameter not in trained and not has_had_gradient:
-                stale.append(parameter)
-        shapes_of_stale = [parameter.shape for parameter in stale]
-        shapes_without_optimizer = [parameter.shape for parameter in self.parameters_without_optimizer()]
-        if shapes_of_stale == shapes_without_optimizer:
-            return stale
+            ever_had_gradient = id(parameter) in observed.with_gradient
+            if parameter not in trained and not ever_had_gradient:
+                in_no_model.append(parameter)
+        shapes_in_no_model = [parameter.shape for parameter in in_no_model]
+        shapes_in_no_optimizer = [parameter.shape for parameter in self.parameters_without_optimizer()]
+        if shapes_in_no_model == shapes_in_no_optimizer:
+            return in_no_model
         return []
 
     def parameters_without_optimizer(self) -> dict[nn.Parameter, str]:
         """The parameters that are trained, but that no optimizer has, each with its name in its model."""
-        optimized = {id(parameter) for observed in self.optimizers.values() for parameter in observed.parameters()}
+        optimized_ids: set[int] = set()
+        for observed in self.optimizers.values():
+            optimized_ids |= {id(parameter) for parameter in observed.parameters()}
         trained = self.trained_parameters()
-        return {parameter: name for parameter, name in trained.items() if id(parameter) not in optimized}
+        return {parameter: name for parameter, name in trained.items() if id(parameter) not in optimized_ids}
 
     def trained_parameters(self) -> dict[nn.Parameter, str]:
         """The parameters that require gradients, of all models that were called, each with its name in its model."""
@@ -2512,6 +2682,16 @@ class TrainingObserver:
                     if parameter.requires_grad:
                         names[parameter] = name
         return names
+
+
+def ranks_of_last_dimension(parameter: DTensor) -> tuple[int, ...]:
+    """The ranks among which a DTensor is divided along the last dimension of its mesh, with this rank.
+
+    By convention this is the dimension of tensor parallelism.
+    """
+    mesh = parameter.device_mesh
+    group = mesh.get_group(mesh.ndim - 1)
+    return tuple(dist.get_process_group_ranks(group))
 
 
 def batch_statistics(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -2548,23 +2728,23 @@ class OwnedParameter:
 
 
 class ObservedOptimizer:
-    """An optimizer, and what is noted of its steps.
+    """An optimizer, which records what its steps start from and what they leave.
 
-    A parameter has a key, such as "DDP Net 1: weight", under which its checksums are noted. The key is the same on all
-    ranks, so that their checksums can be compared.
+    A parameter has a key, such as "DDP Net 1: weight", under which its checksums are recorded. The key is the same on
+    all ranks, so that their checksums can be compared.
     """
 
     def __init__(self, optimizer: Any, index: int) -> None:
-        """Before the optimizer's first step. ``index``: which of the rank's optimizers it is, from 0."""
+        """Made before the optimizer's first step. ``index``: which of the rank's optimizers it is, from 0."""
         self.optimizer = optimizer
         self.index = index
-        self.steps = 0
-        self.code_line = user_code_line()
-        self.keys: dict[int, str] = {}  # {a parameter's id: its key in the record}
         self.models: list[ObservedModel] = []  # the models that have its parameters
+        self.keys: dict[int, str] = {}  # {a parameter's id: its key in the record}
         self.with_gradient: set[int] = set()  # the ids of the parameters that ever had a gradient
         self.unsynchronized = False  # whether a step came while FSDP held gradients that were not reduced
-        self.step: Step | None = None  # the latest
+        self.steps = 0  # how many it has made
+        self.step: Step | None = None  # the record of the latest
+        self.code_line = user_code_line()  # of its first step
 
     def parameters(self) -> list[Any]:
         """The optimizer's parameters now, in order: a script may add some later."""
@@ -2578,44 +2758,26 @@ class ObservedOptimizer:
         """
         if all(id(parameter) in self.keys for parameter in self.parameters()):
             return
-        owned_parameters = self.find_owned(observer)
+        models = possible_owners(observer)
+        find_broken_ties(models, observer)
+        owned_parameters = parameters_by_id(models)
         for number, parameter in enumerate(self.parameters()):
             if id(parameter) in self.keys:
                 continue
-            model: ObservedModel | None = None
-            owner_name = f"{type(self.optimizer).__name__} {self.index}"
-            name = f"parameter {number}"
             owned = owned_parameters.get(id(parameter))
             if owned is not None:
-                model = owned.model
-                observer.give_name(model)
-                owner_name = model.name
-                name = owned.name
-                if model not in self.models:
-                    self.models.append(model)
-            key = f"{owner_name}: {name}"
+                observer.give_name(owned.model)
+                key = f"{owned.model.name}: {owned.name}"
+                description = describe_parameter_of_model(parameter, owned.name, owned.model)
+                if owned.model not in self.models:
+                    self.models.append(owned.model)
+            else:
+                owner = f"{type(self.optimizer).__name__} {self.index}"
+                name = f"parameter {number}"
+                key = f"{owner}: {name}"
+                description = describe_parameter(parameter, name, owner)
             self.keys[id(parameter)] = key
-            observer.record.parameters[key] = describe_parameter(parameter, name, owner_name, model)
-
-    def find_owned(self, observer: TrainingObserver) -> dict[int, OwnedParameter]:
-        """Which model has which parameter: {id of the parameter: its model and its name there}.
-
-        On the way it finds weights that are no longer tied. A model may be known both by itself and inside DDP. The
-        parameter is then that of DDP, because the models in DDP are asked first.
-        """
-        models = list(observer.models.values())
-        in_ddp = [model for model in models if model.description.wrapper == "DDP"]
-        called_others = [model for model in models if model.description.wrapper != "DDP" and model.name]
-
-        owned: dict[int, OwnedParameter] = {}
-        for model in [*in_ddp, *called_others]:
-            module = model.unwrapped()
-            for name, parameter in module.named_parameters():
-                owned.setdefault(id(parameter), OwnedParameter(model, name))
-            for names in observer.states.broken_ties(module):
-                sentence = f"{names} were one parameter when the model was built, and are two now."
-                observer.record.add_finding("untied", user_code_line(), sentence)
-        return owned
+            observer.record.parameters[key] = description
 
     def never_got_a_gradient(self) -> bool:
         """Whether it is certain that something keeps all gradients from the optimizer, over several steps."""
@@ -2623,65 +2785,69 @@ class ObservedOptimizer:
             return False  # an optimizer of another library may compute its updates without gradients
         if self.unsynchronized:
             return False  # fully_shard holds gradients because it was told not to reduce them, which is another mistake
-        return self.steps >= 3 and not self.with_gradient
+        has_made_several_steps = self.steps >= 3
+        return has_made_several_steps and len(self.with_gradient) == 0
 
-    def note_gradients(self) -> None:
-        """Note which parameters have a gradient now."""
+    def remember_gradients(self) -> None:
+        """Add the parameters that have a gradient now to those that ever had one."""
         for parameter in self.parameters():
             if parameter.grad is not None:
                 self.with_gradient.add(id(parameter))
 
     def begin(self, observer: TrainingObserver) -> None:
         """Before a step: record how the models were called since the last one, and checksums of what it starts from."""
-        self.note_gradients()
+        self.remember_gradients()
         step = Step(
             optimizer=self.index,
             number=self.steps,
             code_line=user_code_line(),
-            rates=rates_of(self.optimizer),
+            learning_rates=learning_rates_of(self.optimizer),
             settings=settings_of(self.optimizer),
             calls={},
         )
         for model in self.models:
-            calls_so_far = replace(model.calls, code_lines=[*model.calls.code_lines])  # a copy: the counts go on
-            step.calls[model.name] = calls_so_far
+            # The step gets a copy, because the counts go on.
+            step.calls[model.name] = replace(model.calls, code_lines=[*model.calls.code_lines])
             self.check_sharded_gradients(model.module, step.code_line, observer)
-            # The counts go on, but what is recorded of the calls between two steps begins anew.
+            # What is recorded of the calls between two steps begins anew.
             model.calls.synchronized = False
-            model.calls.in_no_sync = None
-            model.calls.past_wrapper = None
+            model.calls.line_in_no_sync = None
+            model.calls.line_past_wrapper = None
 
         parameters = self.parameters()
         is_first_step = self.steps == 1
         if is_first_step:
-            step.before = self.checksums_of(parameters)
-        self.note_averaging_by_hand(observer)
+            step.weights_before = self.checksums_of(parameters)
+        self.record_averaging_by_hand(observer)
         if self.is_sampled(observer.steps):
             step.gradients = self.checksums_of([parameter.grad for parameter in parameters])
             step.gradient_means = self.gradient_means(observer.record)
         self.step = step
         observer.record.steps.append(step)
 
-    def note_averaging_by_hand(self, observer: TrainingObserver) -> None:
+    def record_averaging_by_hand(self, observer: TrainingObserver) -> None:
         """Before a step: record whether the script has sent each gradient since the last step, as to average them.
 
         A script that averages gradients by hand sends each of them from where it is in memory. So the addresses of what
         was sent are compared with those of the gradients, and then forgotten.
         """
-        sent_addresses = observer.communication.addresses
-        gradients = [local_part(parameter.grad) for parameter in self.parameters() if parameter.grad is not None]
-        if gradients and all(gradient.data_ptr() in sent_addresses for gradient in gradients):
+        sent_addresses = observer.communication.sent_addresses
+        gradient_addresses = set()
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                gradient_addresses.add(local_part(parameter.grad).data_ptr())
+        if gradient_addresses and gradient_addresses.issubset(sent_addresses):
             observer.record.averages_gradients = True
         sent_addresses.clear()
 
     def end(self, observer: TrainingObserver) -> None:
-        """After a step: note checksums of the weights."""
-        self.note_gradients()  # a closure may have made them within the step
+        """After a step: record checksums of the weights."""
+        self.remember_gradients()  # a closure may have made them within the step
         if self.step is not None and self.is_sampled(observer.steps):
-            self.step.after = self.checksums_of(self.parameters())
+            self.step.weights_after = self.checksums_of(self.parameters())
 
     def is_sampled(self, last: int) -> bool:
-        """Whether checksums are noted at this step: at steps 1, 2, 4, 8, … and at ``last``, the last to be observed.
+        """Whether checksums are recorded at this step: at steps 1, 2, 4, 8, … and at ``last``, the last one observed.
 
         Checksums of all weights take time. Weights that differ once stay different, so a few steps are enough.
         """
@@ -2705,8 +2871,8 @@ class ObservedOptimizer:
             key = self.keys[id(parameter)]
             if gradient is None or record.parameters[key].kind != "DTensor":
                 continue
-            if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
-                continue  # it is still to be summed over ranks, so each rank has another part of it
+            if is_to_be_summed(gradient):
+                continue
             own_part = local_part(gradient).detach()
             sum_of_sizes: Any = own_part.float().abs().sum().tolist()
             number_of_elements = max(1, own_part.numel())  # a rank may hold none, and the mean is then 0
@@ -2729,6 +2895,46 @@ class ObservedOptimizer:
             observer.record.add_finding("not_synchronized", code_line, sentence)
 
 
+def is_to_be_summed(gradient: torch.Tensor) -> bool:
+    """Whether a gradient is a DTensor that is still to be summed over ranks, so that each rank has its own summand."""
+    if not isinstance(gradient, DTensor):
+        return False
+    return any(placement.is_partial() for placement in gradient.placements)
+
+
+def possible_owners(observer: TrainingObserver) -> list[ObservedModel]:
+    """The models that may have an optimizer's parameters: those inside DDP, and then all others that were called.
+
+    A model may be known both by itself and inside DDP. Because those inside DDP come first, its parameters are theirs.
+    """
+    in_ddp = []
+    called_others = []
+    for model in observer.models.values():
+        was_called = model.name != ""
+        if model.description.wrapper == "DDP":
+            in_ddp.append(model)
+        elif was_called:
+            called_others.append(model)
+    return [*in_ddp, *called_others]
+
+
+def parameters_by_id(models: Sequence[ObservedModel]) -> dict[int, OwnedParameter]:
+    """Which model has which parameter: {id of the parameter: the first model that has it, and its name there}."""
+    owned: dict[int, OwnedParameter] = {}
+    for model in models:
+        for name, parameter in model.unwrapped().named_parameters():
+            owned.setdefault(id(parameter), OwnedParameter(model, name))
+    return owned
+
+
+def find_broken_ties(models: Sequence[ObservedModel], observer: TrainingObserver) -> None:
+    """Find weights of these models that were tied when the model was built, and are several parameters now."""
+    for model in models:
+        for names in observer.states.broken_ties(model.unwrapped()):
+            sentence = f"{names} were one parameter when the model was built, and are two now."
+            observer.record.add_finding("untied", user_code_line(), sentence)
+
+
 def holds_unreduced_gradient(fsdp_parameter: Any) -> bool:
     """Whether fully_shard keeps a gradient of the whole parameter, which it has not reduced to the ranks' shards."""
     if getattr(fsdp_parameter, "unsharded_accumulated_grad", None) is not None:
@@ -2739,10 +2945,13 @@ def holds_unreduced_gradient(fsdp_parameter: Any) -> bool:
 
 def parameters_of(optimizer: Any) -> list[Any]:
     """The parameters of all groups of an optimizer, in order."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters: list[Any] = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+    return parameters
 
 
-def rates_of(optimizer: Any) -> tuple[float, ...]:
+def learning_rates_of(optimizer: Any) -> tuple[float, ...]:
     """The learning rate of each group of an optimizer's parameters. torch allows it to be a tensor."""
     rates = []
     for group in optimizer.param_groups:
@@ -2760,12 +2969,12 @@ def settings_of(optimizer: Any) -> int:
     Ranks whose optimizers have different settings train models of their own on purpose, as in a search for the best
     settings.
     """
-    no_settings = ("params", "lr", "initial_lr", "param_names")
+    left_out = ("params", "lr", "initial_lr", "param_names")
     settings = []
     for group in optimizer.param_groups:
         for name, value in group.items():
             is_plain = isinstance(value, (int, float, bool, str, tuple, type(None)))
-            if is_plain and name not in no_settings:
+            if is_plain and name not in left_out:
                 settings.append((name, value))
     return crc(settings)
 
@@ -2778,15 +2987,17 @@ def parameter_groups(module: nn.Module) -> Iterator[Any]:
             groups = getattr(state, "_fsdp_param_groups", None)
             if groups is None:  # before PyTorch 2.12 there is one
                 groups = [state._fsdp_param_group]
-            yield from (group for group in groups if group is not None)
+            for group in groups:
+                if group is not None:
+                    yield group
 
 
 def mesh_ranks(module: nn.Module) -> tuple[int, ...]:
     """The ranks of the mesh on which fully_shard divides a module, or none if it has no parameters of its own."""
-    first_group = next(parameter_groups(module), None)
-    if first_group is None:
+    groups = list(parameter_groups(module))
+    if not groups:
         return ()
-    device_mesh = first_group.mesh_info.mesh
+    device_mesh = groups[0].mesh_info.mesh
     ranks = device_mesh.mesh  # the tensor in which a DeviceMesh holds the ranks' numbers
     return tuple(ranks.flatten().tolist())
 
@@ -2801,28 +3012,30 @@ AVERAGING_HOOKS = (
 )
 
 
-def describe_parameter(parameter: Any, name: str, owner: str, model: ObservedModel | None) -> Parameter:
-    """The record of an optimizer's parameter: of what kind it is, and which ranks hold replicas of it.
-
-    The rules compare replicas, which have to stay equal. ``model`` is the model that has the parameter, or None if no
-    known model has, and ``name`` the parameter's name there. ``owner`` is the name of the model, or else that of the
-    optimizer.
-    """
-    kind = "plain"
-    replicas: tuple[int, ...] = ()
-    if model is not None and isinstance(model.module, DistributedDataParallel):
-        if is_averaged(model.module, name):
-            kind = "DDP"
-            replicas = model.description.data_ranks
-        else:
-            kind = "not averaged by DDP"
-    elif isinstance(parameter, DTensor):
-        kind = "DTensor"
-        if is_on_mesh_of_one(parameter) and dist.get_world_size() > 1:
-            kind = "mesh of one"
-        replicas = replicas_of(parameter)
+def describe_parameter_of_model(parameter: Any, name: str, model: ObservedModel) -> Parameter:
+    """The record of an optimizer's parameter that a model has under this name."""
+    if not isinstance(model.module, DistributedDataParallel):
+        return describe_parameter(parameter, name, owner=model.name)
     size = local_part(parameter).numel()
-    return Parameter(model=owner, name=name, kind=kind, size=size, replicas=replicas)
+    if is_averaged(model.module, name):
+        return Parameter(model.name, name, kind="DDP", size=size, replicas=model.description.data_ranks)
+    return Parameter(model.name, name, kind="not averaged by DDP", size=size, replicas=())
+
+
+def describe_parameter(parameter: Any, name: str, owner: str) -> Parameter:
+    """The record of an optimizer's parameter that is not inside DDP: its kind, and which ranks hold replicas of it.
+
+    ``owner`` is the name of the model that has the parameter under this ``name``, or that of the optimizer if no known
+    model has it.
+    """
+    size = local_part(parameter).numel()
+    if not isinstance(parameter, DTensor):
+        return Parameter(owner, name, kind="plain", size=size, replicas=())
+    if is_on_mesh_of_one(parameter) and dist.get_world_size() > 1:
+        kind = "mesh of one"
+    else:
+        kind = "DTensor"
+    return Parameter(owner, name, kind=kind, size=size, replicas=replicas_of(parameter))
 
 
 def is_on_mesh_of_one(parameter: DTensor) -> bool:
@@ -2834,14 +3047,16 @@ def is_on_mesh_of_one(parameter: DTensor) -> bool:
 
 
 def is_averaged(ddp: DistributedDataParallel, name: str) -> bool:
-    """Whether DDP gives all ranks the same gradient of the parameter of this name.
+    """Whether DDP certainly gives all ranks the same gradient of the parameter of this name.
 
-    A communication hook replaces DDP's own averaging. Of a hook that is not in AVERAGING_HOOKS nothing is certain.
+    It does not for a parameter that it was told to ignore. A communication hook replaces DDP's own averaging, and only
+    the hooks in AVERAGING_HOOKS are known to average, too.
     """
     if name in ddp.parameters_to_ignore:
         return False
     for hook, _ in getattr(ddp, "_comm_hooks", []):  # each hook comes with its state
-        if getattr(hook, "__name__", "") not in AVERAGING_HOOKS:
+        hook_name = getattr(hook, "__name__", "")
+        if hook_name not in AVERAGING_HOOKS:
             return False
     return True
 
@@ -2850,7 +3065,7 @@ def replicas_of(parameter: DTensor) -> tuple[int, ...]:
     """The ranks that hold the same part of a DTensor as this rank, with itself: (0, 2). Empty if no other rank does.
 
     A mesh arranges the ranks in a grid. Along a dimension on which the DTensor is replicated, all ranks hold the same.
-    Along the others it is divided, so there they must have this rank's coordinate.
+    Along the others it is divided, so a replica must be at this rank's own coordinate there.
     """
     mesh = parameter.device_mesh
     own_coordinate: Any = mesh.get_coordinate()
@@ -2876,7 +3091,7 @@ CAUSES_OF_DRIFT = ("different_noise", "uneven_steps", "different_start", "stale_
 
 
 def compare(records: Sequence[Record]) -> list[Finding]:
-    """The findings of a check, from one record of each rank: those that ranks made alone, and those of the rules."""
+    """All findings of a check, from one record of each rank: those of single ranks, and those of the rules."""
     findings = findings_of_single_ranks(records)
     if len(records) > 1:
         for rule in RULES:
@@ -2888,17 +3103,23 @@ def compare(records: Sequence[Record]) -> list[Finding]:
 
 
 def findings_of_single_ranks(records: Sequence[Record]) -> list[Finding]:
-    """The findings that ranks made while they observed themselves. One that several ranks made is one of them all."""
+    """The findings that ranks made while they observed themselves.
+
+    The same finding of several ranks becomes one finding that names them all.
+    """
     ranks_of_finding: dict[Finding, set[int]] = {}  # {a finding without its ranks: the ranks that made it}
     for record in records:
         for finding in record.findings:
             without_ranks = replace(finding, ranks=())
             ranks_of_finding.setdefault(without_ranks, set()).update(finding.ranks)
-    return [replace(finding, ranks=tuple(sorted(ranks))) for finding, ranks in ranks_of_finding.items()]
+    findings = []
+    for without_ranks, ranks in ranks_of_finding.items():
+        findings.append(replace(without_ranks, ranks=tuple(sorted(ranks))))
+    return findings
 
 
 def without_repetitions(findings: Iterable[Finding]) -> list[Finding]:
-    """The findings in their order, each once. A line that runs in every step may have found the same each time."""
+    """The findings in their order, each once. A line that runs in every step may have led to the same one each time."""
     return list(dict.fromkeys(findings))  # a dictionary keeps the order in which its keys came
 
 
@@ -2911,11 +3132,12 @@ def equal(values: Iterable[Any]) -> bool:
 def is_wrapped(records: Sequence[Record]) -> bool:
     """Whether some model is wrapped, so that several ranks average its gradients.
 
-    Beside a wrapped model, an unwrapped one may be a reference that each rank trains alone, so nothing is said of it.
+    If so, unwrapped models are not judged: one may be a reference that each rank trains alone on purpose.
     """
     for record in records:
-        if any(len(model.data_ranks) > 1 for model in record.models.values()):
-            return True
+        for model in record.models.values():
+            if len(model.data_ranks) > 1:
+                return True
     return False
 
 
@@ -2925,8 +3147,9 @@ def sends_by_hand(records: Sequence[Record]) -> bool:
     Small tensors are taken for metrics, unless some parameter has their size.
     """
     for record in records:
-        sizes = {parameter.size for parameter in record.parameters.values()}
-        if record.sent_large or not record.sent_sizes.isdisjoint(sizes):
+        parameter_sizes = {parameter.size for parameter in record.parameters.values()}
+        sent_size_of_a_parameter = not record.sizes_of_small_tensors.isdisjoint(parameter_sizes)
+        if record.sends_large_tensors or sent_size_of_a_parameter:
             return True
     return False
 
@@ -2938,10 +3161,10 @@ def common_steps(records: Sequence[Record]) -> list[list[Step]]:
     """
     if not records:
         return []
-    steps_of_ranks = []  # for each rank {(optimizer, number): the step}
+    steps_of_ranks = []  # for each rank: {(optimizer, number): the step}
     for record in records:
         steps_of_ranks.append({(step.optimizer, step.number): step for step in record.steps})
-    common = []
+    common: list[list[Step]] = []
     for optimizer_and_number in steps_of_ranks[0]:
         if all(optimizer_and_number in steps for steps in steps_of_ranks):
             common.append([steps[optimizer_and_number] for steps in steps_of_ranks])
@@ -2952,7 +3175,7 @@ def initial_weights(record: Record) -> dict[str, int]:
     """{a parameter's key: its checksum before the first step of its optimizer}."""
     weights: dict[str, int] = {}
     for step in record.steps:
-        weights |= step.before
+        weights |= step.weights_before
     return weights
 
 
@@ -2962,29 +3185,31 @@ def same_settings(records: Sequence[Record]) -> bool:
     A search for the best settings gives each rank different ones.
     """
     for steps in common_steps(records):
-        if not equal((step.rates, step.settings) for step in steps):
+        if not equal((step.learning_rates, step.settings) for step in steps):
             return False
     return True
 
 
-def plain_replicas(records: Sequence[Record], kinds: set[str]) -> bool:
-    """Whether all ranks train one unwrapped model: the same parameters, all of these kinds, with equal settings.
+def has_different_gpus(records: Sequence[Record]) -> bool:
+    """Whether the ranks compute on devices of several kinds, such as an A100 and an H100."""
+    return not equal(record.device for record in records)
 
-    ``kinds`` are kinds of parameters, as in Parameter: {"plain"}, or {"mesh of one"}.
+
+def train_same_unwrapped_model(records: Sequence[Record], kind: str) -> bool:
+    """Whether all ranks train the same unwrapped model: equal parameters, all of this kind, with equal settings.
+
+    ``kind`` is "plain" for ordinary parameters, or "mesh of one", as in Parameter.
     """
-    if len(records) < records[0].world_size:  # the record of a rank is missing, so nothing is certain
+    a_record_is_missing = len(records) < records[0].world_size
+    if a_record_is_missing or is_wrapped(records):
         return False
-    if is_wrapped(records):
-        return False
-    parameters_of_ranks = []  # for each rank {key: (kind, size)}
+    sizes_of_ranks = []  # for each rank: {a parameter's key: its number of elements}
     for record in records:
-        kinds_and_sizes = {key: (parameter.kind, parameter.size) for key, parameter in record.parameters.items()}
-        parameters_of_ranks.append(kinds_and_sizes)
-    has_parameters = len(parameters_of_ranks[0]) > 0
-    if not has_parameters or not equal(parameters_of_ranks):
-        return False
-    kinds_there = {parameter.kind for parameter in records[0].parameters.values()}
-    return kinds_there <= kinds and same_settings(records)
+        if any(parameter.kind != kind for parameter in record.parameters.values()):
+            return False
+        sizes_of_ranks.append({key: parameter.size for key, parameter in record.parameters.items()})
+    has_parameters = len(sizes_of_ranks[0]) > 0
+    return has_parameters and equal(sizes_of_ranks) and same_settings(records)
 
 
 def names_of(keys: Iterable[str]) -> str:
@@ -3003,12 +3228,12 @@ def names_of(keys: Iterable[str]) -> str:
 
 
 def find_weights_that_differ(records: Sequence[Record]) -> list[Finding]:
-    """Find replicas of DDP's parameters, or of a DTensor, that differ. ``records`` has one Record of each rank.
+    """Find replicas that differ: copies of a parameter that DDP, or a DTensor's mesh, keeps on several ranks.
 
-    Replicas have to begin equal, and each step has to leave them equal.
+    Replicas have to begin equal, and each step has to leave them equal. ``records`` has one Record of each rank.
     """
-    if not equal(record.device for record in records):
-        return []  # GPUs of two kinds may round differently
+    if has_different_gpus(records):  # their rounding may differ
+        return []
     findings = []
     for replicas in replicated_parameters(records):
         replica_records = records_with(replicas, records)
@@ -3016,27 +3241,8 @@ def find_weights_that_differ(records: Sequence[Record]) -> list[Finding]:
             continue
         if left_out_steps(replicas.model, replica_records):  # a rule of its own reports them: find_uneven_steps
             continue
-        different_start = find_different_replicas_at_start(replicas, replica_records)
-        kind = replica_records[0].parameters[replicas.keys[0]].kind
-        if different_start is not None:
-            findings.append(different_start)
-        elif kind == "DTensor":
-            findings += find_gradients_that_differ(replicas, replica_records)
-        # A script that sends weights or gradients itself may mean DDP's replicas to differ for some steps.
-        elif not any(record.sent_large for record in replica_records):
-            findings += explain_drift(replicas, replica_records)
+        findings += compare_replicas(replicas, replica_records)
     return findings
-
-
-def find_different_replicas_at_start(replicas: "Replicas", replica_records: Sequence[Record]) -> Finding | None:
-    """A finding if replicas differ before the first step, or None. ``replica_records`` are those of their ranks."""
-    starts = [initial_weights(record) for record in replica_records]
-    different = [key for key in replicas.keys if not equal(start.get(key) for start in starts)]
-    if not different:
-        return None
-    code_line = replica_records[0].steps[0].code_line
-    sentence = f"{names_of(different)} differ on {listed(replicas.ranks)} before the first step."
-    return make_finding("different_start", code_line, replicas.ranks, sentence)
 
 
 @dataclass(frozen=True)
@@ -3048,6 +3254,35 @@ class Replicas:
     keys: list[str] = field(default_factory=list)
 
 
+def compare_replicas(replicas: Replicas, replica_records: Sequence[Record]) -> list[Finding]:
+    """The findings about one model's replicas. ``replica_records`` are the records of the ranks that hold them."""
+    different_start = find_different_start_of_replicas(replicas, replica_records)
+    if different_start is not None:
+        return [different_start]
+    kind = replica_records[0].parameters[replicas.keys[0]].kind
+    if kind == "DTensor":
+        return find_gradients_that_differ(replicas, replica_records)
+    # A script that sends weights or gradients itself may want DDP's replicas to differ for some steps.
+    script_may_average = any(record.sends_large_tensors for record in replica_records)
+    if script_may_average:
+        return []
+    return explain_drift(replicas, replica_records)
+
+
+def find_different_start_of_replicas(replicas: Replicas, replica_records: Sequence[Record]) -> Finding | None:
+    """A finding if replicas differ before the first step, or None. ``replica_records`` are those of their ranks."""
+    starts = [initial_weights(record) for record in replica_records]
+    different_keys = []
+    for key in replicas.keys:
+        if not equal(start.get(key) for start in starts):
+            different_keys.append(key)
+    if not different_keys:
+        return None
+    code_line = replica_records[0].steps[0].code_line
+    sentence = f"{names_of(different_keys)} differ on {listed(replicas.ranks)} before the first step."
+    return make_finding("different_start", code_line, replicas.ranks, sentence)
+
+
 def records_with(replicas: Replicas, records: Sequence[Record]) -> list[Record]:
     """The records of the ranks that hold these replicas."""
     first_key = replicas.keys[0]
@@ -3055,21 +3290,24 @@ def records_with(replicas: Replicas, records: Sequence[Record]) -> list[Record]:
 
 
 def replicated_parameters(records: Sequence[Record]) -> list[Replicas]:
-    """Which parameters should be equal on which ranks, one entry for each model and its ranks."""
-    groups: dict[tuple[str, tuple[int, ...]], Replicas] = {}
+    """Which parameters should be equal on which ranks: one Replicas for each model and each set of ranks."""
+    groups: dict[tuple[str, tuple[int, ...]], Replicas] = {}  # {(model, ranks): the replicas}
     for record in records:
         for key, parameter in record.parameters.items():
-            if len(parameter.replicas) < 2:
+            has_replicas = len(parameter.replicas) > 1
+            if not has_replicas:
                 continue
             model_and_ranks = (parameter.model, parameter.replicas)
-            replicas = groups.setdefault(model_and_ranks, Replicas(parameter.model, parameter.replicas))
-            if key not in replicas.keys:
-                replicas.keys.append(key)
+            if model_and_ranks not in groups:
+                groups[model_and_ranks] = Replicas(parameter.model, parameter.replicas)
+            keys = groups[model_and_ranks].keys
+            if key not in keys:
+                keys.append(key)
     return list(groups.values())
 
 
 def explain_drift(replicas: Replicas, replica_records: Sequence[Record]) -> list[Finding]:
-    """If replicas of a model inside DDP come to differ: one finding, with the reason if that is known. Else [].
+    """One finding if replicas of a model inside DDP come to differ, with the reason if that is known; otherwise [].
 
     ``replica_records`` are the records of the ranks that hold the replicas.
     """
@@ -3104,43 +3342,53 @@ def find_drift(replicas: Replicas, replica_records: Sequence[Record]) -> Drift |
     suspects: list[list[Step]] = []  # the steps since the last comparison
     for steps in common_steps(replica_records):
         step_of_first_rank = steps[0]
-        has_checksums = not step_of_first_rank.after.keys().isdisjoint(replicas.keys)
+        has_checksums = not step_of_first_rank.weights_after.keys().isdisjoint(replicas.keys)
         if has_checksums or replicas.model in step_of_first_rank.calls:
             suspects.append(steps)
         if has_checksums:
-            different = [key for key in replicas.keys if not equal(step.after.get(key) for step in steps)]
-            if different:
-                return Drift(different, suspects)
+            different_keys = []
+            for key in replicas.keys:
+                if not equal(step.weights_after.get(key) for step in steps):
+                    different_keys.append(key)
+            if different_keys:
+                return Drift(different_keys, suspects)
             suspects = []
     return None
 
 
 def reason_to_drift(replicas: Replicas, steps: Sequence[Step]) -> Finding | None:
-    """The mistake that makes DDP's replicas differ after one step, or None if none is known.
+    """The mistake that makes DDP's replicas differ after one step, or None if none is known. Known are:
 
-    ``steps`` is what each rank has recorded of this one step: [rank 0's Step, rank 1's Step, …]. The mistakes are a
-    last call in no_sync, calls past DDP, and learning rates that differ.
+    - not_synchronized: the last call before the step is inside no_sync.
+    - around_the_wrapper: the module inside DDP is called, and not DDP.
+    - different_rates: the ranks have different learning rates.
+
+    ``steps`` is what each rank has recorded of this one step: [rank 0's Step, rank 1's Step, …].
     """
     for step in steps:
         calls = step.calls[replicas.model]  # how this rank called the model before the step
-        if calls.in_no_sync is not None:
+        if calls.line_in_no_sync is not None:
             sentence = "The last call before optimizer.step() is inside no_sync: its gradients stay on their rank."
-            return make_finding("not_synchronized", calls.in_no_sync, replicas.ranks, sentence)
-        if calls.past_wrapper is not None and not calls.synchronized:
+            return make_finding("not_synchronized", calls.line_in_no_sync, replicas.ranks, sentence)
+        if calls.line_past_wrapper is not None and not calls.synchronized:
             sentence = "The module inside DDP is called here, not DDP: no gradient is averaged before the step."
-            return make_finding("around_the_wrapper", calls.past_wrapper, replicas.ranks, sentence)
-    if equal(step.rates for step in steps):
+            return make_finding("around_the_wrapper", calls.line_past_wrapper, replicas.ranks, sentence)
+    if equal(step.learning_rates for step in steps):
         return None
-    first_rates = [f"{step.rates[0]:g}" for step in steps if step.rates]  # usually there is one group of parameters
-    different_rates = list(dict.fromkeys(first_rates))  # each once, in the order of ranks
+    different_rates: list[str] = []  # in the order of ranks
+    for step in steps:
+        if step.learning_rates:
+            rate = f"{step.learning_rates[0]:g}"  # of the first group of parameters, which is usually the only one
+            if rate not in different_rates:
+                different_rates.append(rate)
     sentence = (
         f"From step {steps[0].number} on, replicas use different learning rates: {' and '.join(different_rates)}."
     )
     return make_finding("different_rates", steps[0].code_line, replicas.ranks, sentence)
 
 
-# By rounding, even to bfloat16, the means of two replicas' gradients differ by less than this part of the largest mean
-# of any parameter. Of any, because a gradient that is small beside the others may be nothing but rounding.
+# Rounding, even to bfloat16, makes the means of two replicas' gradients differ by less than this part of the largest
+# mean of all parameters. All parameters count, because a gradient that is small beside the others may be only rounding.
 ROUNDING_OF_MEANS = 0.05
 
 
@@ -3157,7 +3405,8 @@ def find_gradients_that_differ(replicas: Replicas, replica_records: Sequence[Rec
         tolerance = ROUNDING_OF_MEANS * max(means_of_all_parameters, default=0.0)
         for key in replicas.keys:
             means = [step.gradient_means[key] for step in steps if key in step.gradient_means]  # one of each rank
-            if len(means) < len(steps):  # a rank has no gradient of this parameter
+            a_rank_has_no_gradient = len(means) < len(steps)
+            if a_rank_has_no_gradient:
                 continue
             if max(means) - min(means) > tolerance:
                 ranks = listed(replicas.ranks)
@@ -3170,26 +3419,31 @@ def find_gradients_that_differ(replicas: Replicas, replica_records: Sequence[Rec
 
 
 def find_unwrapped(records: Sequence[Record]) -> list[Finding]:
-    """Find a model that is not wrapped, or wrapped for one rank alone, so that the ranks' weights drift apart.
+    """Find ranks whose weights drift apart, because nothing averages the gradients of the model that they all train.
 
-    It is certain if the ranks train one model, and no rank sends anything. A script that averages weights every 500
-    steps has to be observed for more than 500, or has to allow "drift". ``records`` has one Record of each rank.
+    There are two such mistakes:
+    - mesh_of_one: fully_shard was given a mesh of one rank, so each rank has a model of its own.
+    - drift: the model is not wrapped at all.
+
+    A script that averages weights only every 500 steps has to be observed for more than 500, or has to allow "drift".
+    ``records`` has one Record of each rank.
     """
-    if sends_by_hand(records):
+    if sends_by_hand(records):  # the script may average gradients or weights itself
         return []
-    if not equal(record.device for record in records):
-        return []  # GPUs of two kinds may round differently
+    if has_different_gpus(records):  # their rounding may differ
+        return []
     drifted = first_step_of_drift(records)
     if drifted is None:
         return []
 
     ranks = [record.rank for record in records]
-    if plain_replicas(records, {"mesh of one"}):
+    if train_same_unwrapped_model(records, kind="mesh of one"):
         sentence = f"fully_shard divides the model over one rank, so {listed(ranks)} train models of their own."
         return [make_finding("mesh_of_one", drifted.code_line, ranks, sentence)]
 
-    is_one_training = plain_replicas(records, {"plain"}) and divides_one_training(records)
-    if is_one_training and equal(initial_weights(record) for record in records):
+    is_one_training = train_same_unwrapped_model(records, kind="plain") and divides_one_training(records)
+    begin_equal = equal(initial_weights(record) for record in records)
+    if is_one_training and begin_equal:
         sentence = (
             f"The model is equal on {listed(ranks)} before the first step and differs after step {drifted.number}: "
             "nothing averages its gradients."
@@ -3199,12 +3453,15 @@ def find_unwrapped(records: Sequence[Record]) -> list[Finding]:
 
 
 def first_step_of_drift(records: Sequence[Record]) -> Step | None:
-    """The first step after which the ranks' weights differ for good, or None. Something may average them at times."""
+    """The first step after which the ranks' weights differ and do not become equal again, or None.
+
+    They do become equal again where the script averages them every few steps.
+    """
     first_step = None
     for steps in common_steps(records):
-        if not steps[0].after:  # no checksums were recorded after this step
+        if not steps[0].weights_after:  # no checksums were recorded after this step
             continue
-        if equal(step.after for step in steps):
+        if equal(step.weights_after for step in steps):
             first_step = None
         elif first_step is None:
             first_step = steps[0]
@@ -3212,16 +3469,18 @@ def first_step_of_drift(records: Sequence[Record]) -> Step | None:
 
 
 def divides_one_training(records: Sequence[Record]) -> bool:
-    """Whether the script shows that the ranks train one model: it divides a dataset among them, or rank 0 saves it.
+    """Whether the script shows that the ranks train one model: it divides a dataset among them, or only rank 0 saves.
 
     Otherwise each rank may train a model of its own on purpose, as in a search for the best settings.
     """
-    divides_data = True
-    for record in records:
-        if not any(epoch.divided and epoch.steps > 0 for epoch in record.epochs):
-            divides_data = False
     saving_ranks = [record.rank for record in records if record.saves]
-    return divides_data or saving_ranks == [0]
+    only_rank_0_saves = saving_ranks == [0]
+    return only_rank_0_saves or all(trains_on_divided_data(record) for record in records)
+
+
+def trains_on_divided_data(record: Record) -> bool:
+    """Whether a rank has trained on its part of a dataset that a DistributedSampler divides."""
+    return any(epoch.divided and epoch.steps > 0 for epoch in record.epochs)
 
 
 def find_different_start(records: Sequence[Record]) -> list[Finding]:
@@ -3230,14 +3489,14 @@ def find_different_start(records: Sequence[Record]) -> list[Finding]:
     It is certain if in each optimizer's first step all ranks have equal gradients, which change their weights.
     ``records`` has one Record of each rank.
     """
-    if not plain_replicas(records, {"plain"}):
+    if not train_same_unwrapped_model(records, kind="plain"):
         return []
     starts = [initial_weights(record) for record in records]
     different = [key for key in starts[0] if not equal(start[key] for start in starts)]
     if not different:
         return []
     for steps in common_steps(records):
-        is_first_of_optimizer = bool(steps[0].before)  # the weights before a step are recorded of these alone
+        is_first_of_optimizer = len(steps[0].weights_before) > 0  # only before these steps are the weights recorded
         if is_first_of_optimizer and not applies_equal_gradients(steps):
             return []
     ranks = [record.rank for record in records]
@@ -3255,7 +3514,7 @@ def applies_equal_gradients(steps: Sequence[Step]) -> bool:
         return False
     for step in steps:
         # Equal gradients that change no weight, such as zeros, were not averaged by anybody.
-        if any(step.after.get(key) == step.before.get(key) for key in keys):
+        if any(step.weights_after.get(key) == step.weights_before.get(key) for key in keys):
             return False
     return True
 
@@ -3276,7 +3535,7 @@ def data_parallel_ranks(model: str, records: Sequence[Record]) -> set[int]:
         return set(descriptions[0].data_ranks)
 
     # An unwrapped model counts if it starts equal on all ranks, and its gradients are averaged by hand or by nobody.
-    if not plain_replicas(records, {"plain"}):
+    if not train_same_unwrapped_model(records, kind="plain"):
         return set()
     if not equal(initial_weights(record) for record in records):
         return set()
@@ -3297,7 +3556,7 @@ def models_of(records: Sequence[Record]) -> list[str]:
 
 
 def data_parallel_models(records: Sequence[Record]) -> Iterator[tuple[str, list[Record]]]:
-    """Yields (name, records) of each model that several ranks train on data of their own, with these ranks' records."""
+    """Yields each model that several ranks should train on different data: (its name, the records of these ranks)."""
     for model in models_of(records):
         ranks = data_parallel_ranks(model, records)
         model_records = []
@@ -3345,9 +3604,9 @@ class PairOfRanks:
         """Whether the ranks got different batches in each of their calls."""
         return all(first_call.inputs != second_call.inputs for first_call, second_call in self.calls())
 
-    def has_equal_noise(self) -> bool:
+    def has_equal_dropout(self) -> bool:
         """Whether dropout began with the same random state on both ranks, in each of their calls."""
-        return all(first_call.noise == second_call.noise for first_call, second_call in self.calls())
+        return all(first_call.dropout_state == second_call.dropout_state for first_call, second_call in self.calls())
 
 
 def pairs_of_ranks(model: str, model_records: Sequence[Record]) -> Iterator[PairOfRanks]:
@@ -3355,12 +3614,17 @@ def pairs_of_ranks(model: str, model_records: Sequence[Record]) -> Iterator[Pair
     for first, second in itertools.combinations(model_records, 2):
         first_calls = forwards_of(first, model)
         second_calls = forwards_of(second, model)
-        calls_of_both = min(len(first_calls), len(second_calls))
-        yield PairOfRanks(first, second, first_calls[:calls_of_both], second_calls[:calls_of_both])
+        count = min(len(first_calls), len(second_calls))  # how many calls both ranks have made
+        yield PairOfRanks(
+            first=first,
+            second=second,
+            first_calls=first_calls[:count],
+            second_calls=second_calls[:count],
+        )
 
 
 def pairs_of_epochs(model: str, first: Record, second: Record) -> Iterator[tuple[Epoch, Epoch]]:
-    """Yields the first epoch of both ranks in which they train a model, then the second of both, and so on.
+    """Yields the first epoch in which each of two ranks trains a model, then the second of each, and so on.
 
     It ends with the last epoch that both have begun.
     """
@@ -3375,65 +3639,74 @@ def find_same_samples(records: Sequence[Record]) -> list[Finding]:
     findings = []
     for model, model_records in data_parallel_models(records):
         for pair in pairs_of_ranks(model, model_records):
-            different_batches = {call.inputs for call in pair.first_calls}  # checksums of the batches of the first rank
-            trains_on_one_batch = len(different_batches) <= 1  # again and again, as a benchmark does
-            elements = sum(call.elements for call in pair.first_calls)
-            may_be_chance = elements < FEWEST_ELEMENTS
-            if pair.has_equal_inputs() and not trains_on_one_batch and not may_be_chance:
-                sentence = f"{listed(pair.ranks).capitalize()} train on the same {len(different_batches)} batches."
-                code_line = source_of(pair.first, pair.first_calls[0])
-                findings.append(make_finding("same_samples", code_line, pair.ranks, sentence))
-            else:
-                rows = max((call.rows for call in pair.first_calls), default=0)
-                findings += find_same_indices(model, pair.first, pair.second, rows)
+            finding = find_same_inputs(pair)
+            if finding is None:
+                finding = find_same_indices(model, pair)
+            if finding is not None:
+                findings.append(finding)
     return merged(findings)
 
 
+def find_same_inputs(pair: PairOfRanks) -> Finding | None:
+    """A finding if the model gets the same inputs on both ranks in each call, or None."""
+    different_batches = {call.inputs for call in pair.first_calls}  # checksums of the batches of the first rank
+    trains_on_one_batch = len(different_batches) <= 1  # again and again, as a benchmark does
+    may_be_chance = sum(call.elements for call in pair.first_calls) < FEWEST_ELEMENTS
+    if trains_on_one_batch or may_be_chance or not pair.has_equal_inputs():
+        return None
+    sentence = f"{listed(pair.ranks).capitalize()} train on the same {len(different_batches)} batches."
+    code_line = source_of(pair.first, pair.first_calls[0])
+    return make_finding("same_samples", code_line, pair.ranks, sentence)
+
+
 def source_of(record: Record, forward: Forward) -> CodeLine:
-    """The line of the loop over the loader that is trained on, or else that of the model's call."""
+    """The line of the first loop over a loader that a rank trains on, or that of the model's call if there is none."""
     for epoch in record.epochs:
         if epoch.steps:
             return epoch.code_line
     return forward.code_line
 
 
-def find_same_indices(model: str, first: Record, second: Record, rows: int) -> list[Finding]:
-    """Find loaders that give two ranks, which train one model, the same samples: one finding, or [].
+def find_same_indices(model: str, pair: PairOfRanks) -> Finding | None:
+    """A finding if a loader gives both ranks, which train one model, the same samples, or None.
 
-    The batches may look different, because each rank augments its own samples. So the indices are compared, which the
-    sampler has given to the loader. ``rows`` is the largest number of samples with which the model was called.
+    The batches may look different, because each rank augments its own samples. So the indices are compared that the
+    sampler has given to the loader.
     """
-    for epoch, other_epoch in pairs_of_epochs(model, first, second):
+    rows_of_calls = [call.rows for call in pair.first_calls]
+    most_rows_of_calls = max(rows_of_calls, default=0)
+    for epoch, other_epoch in pairs_of_epochs(model, pair.first, pair.second):
         has_same_dataset = epoch.dataset is not None and epoch.dataset == other_epoch.dataset
         is_same_loader = epoch.loader == other_epoch.loader  # the first that each rank made, or the second, …
         if not has_same_dataset or not is_same_loader:
             continue
-        takes_a_part = rows < epoch.rows  # each rank loads the batch of all ranks, and trains on its own rows of it
+        # Each rank may load the batch of all ranks, and train on its own rows of it.
+        takes_a_part = most_rows_of_calls < epoch.rows
         if takes_a_part:
             continue
-        may_be_chance = min(epoch.steps, other_epoch.steps) < 2 or epoch.samples < FEWEST_SAMPLES
-        if may_be_chance:
+        both_trained_on_it = epoch.steps >= FEWEST_BATCHES and other_epoch.steps >= FEWEST_BATCHES
+        may_be_chance = epoch.samples < FEWEST_SAMPLES
+        if not both_trained_on_it or may_be_chance:
             continue
         if equal_beginnings(epoch.indices, other_epoch.indices):
-            ranks = (first.rank, second.rank)
-            sentence = f"The {epoch.sampler} gives {listed(ranks)} the same indices of the same dataset."
-            return [make_finding("same_samples", epoch.code_line, ranks, sentence)]
-    return []
+            sentence = f"The {epoch.sampler} gives {listed(pair.ranks)} the same indices of the same dataset."
+            return make_finding("same_samples", epoch.code_line, pair.ranks, sentence)
+    return None
 
 
 def equal_beginnings(first: list[int], second: list[int]) -> bool:
-    """Whether two epochs begin with the same batches: at least two, and as many as both lists have.
+    """Whether two epochs begin with the same batches: at least FEWEST_BATCHES, and as many as both lists have.
 
     The lists have checksums of the batches' indices.
     """
     length = min(len(first), len(second))
-    return length >= 2 and first[:length] == second[:length]
+    return length >= FEWEST_BATCHES and first[:length] == second[:length]
 
 
 def merged(findings: Sequence[Finding]) -> list[Finding]:
-    """Join findings of one kind at one line, each about two ranks, to one finding about all these ranks.
+    """Merge findings of the same kind at the same line, each about two ranks, into one finding about all these ranks.
 
-    So "Ranks 0 and 1 …" and "Ranks 0 and 2 …" become "Ranks 0, 1 and 2 …".
+    For example "Ranks 0 and 1 …" and "Ranks 0 and 2 …" become "Ranks 0, 1 and 2 …".
     """
     by_line: dict[tuple[str, str, int], Finding] = {}  # {(kind, file, line): the findings there so far, as one}
     for finding in findings:
@@ -3467,10 +3740,11 @@ def find_same_noise(records: Sequence[Record]) -> list[Finding]:
     for model, model_records in data_parallel_models(records):
         for pair in pairs_of_ranks(model, model_records):
             calls = len(pair.first_calls)
-            has_dropout = all(call.noise is not None for call in pair.first_calls)
-            if calls < 3 or not has_dropout:
+            may_be_chance = calls < FEWEST_DRAWS
+            has_dropout = all(call.dropout_state is not None for call in pair.first_calls)
+            if may_be_chance or not has_dropout:
                 continue
-            if pair.has_equal_noise() and pair.has_different_inputs():
+            if pair.has_equal_dropout() and pair.has_different_inputs():
                 sentence = f"{listed(pair.ranks).capitalize()} drop the same units in each of {calls} forward passes."
                 code_line = pair.first_calls[0].code_line
                 findings.append(make_finding("same_noise", code_line, pair.ranks, sentence))
@@ -3494,20 +3768,24 @@ def find_same_augmentation(records: Sequence[Record]) -> list[Finding]:
 
 
 def draw_the_same(first: Epoch, second: Epoch) -> bool:
-    """Whether two ranks drew the same random numbers, for different samples, in each of at least three batches.
+    """Whether two ranks drew the same random numbers, for different samples, in each of at least FEWEST_DRAWS batches.
 
-    ``noise`` of an epoch has a number for each batch: a checksum of the random states that changed while the batch was
-    loaded, or 0 if none did. ``indices`` has a checksum of each batch's indices.
+    The first batch is not compared, because a sampler may draw its order before it. Each epoch has recorded two numbers
+    for each of its first batches: a checksum of the random states from which the batch drew (0 if it drew nothing), and
+    a checksum of the batch's indices.
     """
-    recorded_batches = min(len(first.noise), len(second.noise), len(first.indices), len(second.indices))
-    compared_batches = range(1, recorded_batches)  # not the first one, because before it a sampler may draw its order
-    if min(len(compared_batches), first.steps, second.steps) < 3:
+    both_were_trained_on = first.steps >= FEWEST_DRAWS and second.steps >= FEWEST_DRAWS
+    if not both_were_trained_on:
+        return False
+    recorded_batches = min(len(first.random_draws), len(second.random_draws), len(first.indices), len(second.indices))
+    compared_batches = range(1, recorded_batches)
+    if len(compared_batches) < FEWEST_DRAWS:
         return False
     for batch in compared_batches:
-        draws_nothing = first.noise[batch] == 0
-        same_noise = first.noise[batch] == second.noise[batch]
+        draws_nothing = first.random_draws[batch] == 0
+        same_draws = first.random_draws[batch] == second.random_draws[batch]
         same_samples = first.indices[batch] == second.indices[batch]
-        if draws_nothing or not same_noise or same_samples:
+        if draws_nothing or not same_draws or same_samples:
             return False
     return True
 
@@ -3522,8 +3800,8 @@ def find_different_noise(records: Sequence[Record]) -> list[Finding]:
         dropped_differently = []
         for dropout, other in zip(first.dropouts, second.dropouts, strict=False):  # as many as both ranks have
             are_in_one_group = second.rank in dropout.ranks
-            same_input = dropout.before == other.before
-            same_output = dropout.after == other.after
+            same_input = dropout.input == other.input
+            same_output = dropout.output == other.output
             if are_in_one_group and same_input and not same_output:
                 dropped_differently.append(dropout)
         if len(dropped_differently) >= 2:
@@ -3558,7 +3836,8 @@ def repeats_order(earlier: Epoch, later: Epoch) -> bool:
     """
     if earlier.loader != later.loader or not earlier.shuffled:
         return False
-    if min(earlier.steps, later.steps) < 2:  # an epoch was not trained on
+    both_were_trained_on = earlier.steps >= FEWEST_BATCHES and later.steps >= FEWEST_BATCHES
+    if not both_were_trained_on:
         return False
     if later.sampler_epoch < 0 or earlier.sampler_epoch != later.sampler_epoch:
         return False
@@ -3572,24 +3851,25 @@ def repeats_order(earlier: Epoch, later: Epoch) -> bool:
 
 
 def wrapped_models(records: Sequence[Record]) -> Iterator[tuple[str, list[Record]]]:
-    """Yields (name, records) of each wrapped model, with the records of the ranks that average its gradients.
+    """Yields each wrapped model: (its name, the records of the ranks that average its gradients).
 
     A model inside torch's Join is left out, because there some ranks may call it less often than others.
     """
     for model in models_of(records):
-        model_records = [record for record in records if model in record.models and record.steps]
-        if not model_records or any(record.models[model].joins for record in model_records):
+        records_with_model = [record for record in records if model in record.models and record.steps]
+        if not records_with_model:
             continue
-        description = model_records[0].models[model]
-        if description.wrapper:
-            yield model, [record for record in model_records if record.rank in description.data_ranks]
+        is_in_join = any(record.models[model].is_in_join for record in records_with_model)
+        description = records_with_model[0].models[model]
+        if description.wrapper and not is_in_join:
+            yield model, [record for record in records_with_model if record.rank in description.data_ranks]
 
 
 def find_calls_on_some_ranks(records: Sequence[Record]) -> list[Finding]:
     """Find a wrapped model that some ranks call more often than others before a step, as to validate on rank 0 alone.
 
-    These calls communicate, so they pair up with other calls of the other ranks. ``records`` has one Record of each
-    rank. One finding is enough: the counts go on, so after the first difference all later steps differ, too.
+    These calls communicate, so they pair up with different calls of the other ranks. One finding is enough: the counts
+    go on, so after the first difference all later steps differ, too. ``records`` has one Record of each rank.
     """
     for model, model_records in wrapped_models(records):
         for steps in common_steps(model_records):
@@ -3623,7 +3903,8 @@ def compare_calls(calls_of_ranks: dict[int, Calls], step: Step) -> Finding | Non
     # between the first two steps, where DDP also broadcasts how it divides the gradients into buckets.
     without_gradients = {rank: calls.to_broadcast for rank, calls in calls_of_ranks.items()}
     if not equal(without_gradients.values()):
-        return replace(uneven_calls(without_gradients, "without gradients", calls_of_ranks, step), is_note=True)
+        finding = uneven_calls(without_gradients, "without gradients", calls_of_ranks, step)
+        return replace(finding, is_note=True)
     return None
 
 
@@ -3631,22 +3912,24 @@ def uneven_calls(counts: dict[int, int], manner: str, calls_of_ranks: dict[int, 
     """The finding that some ranks have called a wrapped model more often than others before ``step``.
 
     ``counts`` is {rank: how often}, and ``manner`` says which calls are counted: "with gradients". ``calls_of_ranks``
-    has the lines of the calls. The finding is at a line that only the rank with the most calls has, if there is one.
+    has the lines of the calls. The finding is at a line that only a rank with the most calls has, if there is one.
     """
-    rank_with_most = max(counts, key=lambda rank: counts[rank])
-    rank_with_fewest = min(counts, key=lambda rank: counts[rank])
-    fewest = counts[rank_with_fewest]
+    most = max(counts.values())
+    fewest = min(counts.values())
+    ranks_with_most = [rank for rank, count in counts.items() if count == most]
+    ranks_with_fewest = [rank for rank, count in counts.items() if count == fewest]
     ranks_with_more = [rank for rank, count in counts.items() if count > fewest]
     sentence = (
-        f"Before step {step.number}, the wrapped model is called {manner} {counts[rank_with_most]} times on "
+        f"Before step {step.number}, the wrapped model is called {manner} {most} times on "
         f"{listed(ranks_with_more)} and {fewest} times elsewhere."
     )
-    code_line = step.code_line
-    lines_elsewhere = calls_of_ranks[rank_with_fewest].code_lines
-    for line in calls_of_ranks[rank_with_most].code_lines:
-        if line not in lines_elsewhere:
-            code_line = line
-            break
+    lines_of_most = calls_of_ranks[ranks_with_most[0]].code_lines
+    lines_of_fewest = calls_of_ranks[ranks_with_fewest[0]].code_lines
+    lines_only_of_most = [line for line in lines_of_most if line not in lines_of_fewest]
+    if lines_only_of_most:
+        code_line = lines_only_of_most[0]
+    else:
+        code_line = step.code_line
     return make_finding("rank_alone", code_line, ranks_with_more, sentence)
 
 
@@ -3666,23 +3949,29 @@ def left_out_steps(model: str, model_records: Sequence[Record]) -> list[LeftOutS
     left_out = []
     for optimizer in optimizers_of(model, model_records):
         steps_of_ranks = {record.rank: steps_by_backward(record, optimizer, model) for record in model_records}
-        if not all(steps_of_ranks.values()):  # a rank has made no step at all
+        a_rank_has_no_step = any(len(own_steps) == 0 for own_steps in steps_of_ranks.values())
+        if a_rank_has_no_step:
             continue
-        # Steps after the last backward pass that every rank has come to may still follow on a slower rank.
+        # A slower rank may yet make the steps after the last backward pass that every rank has come to.
         last_of_all = min(max(own_steps) for own_steps in steps_of_ranks.values())
+        steps_of_any_rank: dict[
+            int, Step
+        ] = {}  # {number of the backward pass: the step of the first rank that made it}
+        for own_steps in steps_of_ranks.values():
+            for backward, step in own_steps.items():
+                steps_of_any_rank.setdefault(backward, step)
         for rank, own_steps in steps_of_ranks.items():
-            for steps_of_other in steps_of_ranks.values():
-                for backward, step in steps_of_other.items():
-                    if backward <= last_of_all and backward not in own_steps:
-                        left_out.append(LeftOutStep(rank, step))
+            for backward, step in steps_of_any_rank.items():
+                if backward <= last_of_all and backward not in own_steps:
+                    left_out.append(LeftOutStep(rank, step))
     return left_out
 
 
 def steps_by_backward(record: Record, optimizer: int, model: str) -> dict[int, Step]:
-    """A rank's steps of an optimizer: {number of the backward pass of the model before it: the step}.
+    """A rank's steps of an optimizer: {number of the last backward pass of the model before the step: the step}.
 
-    Only backward passes that average gradients have a number. All ranks take part in these, so the number is the same
-    on all ranks, and says which of their steps belong together.
+    Only backward passes that average gradients are counted. All ranks take part in these, so a pass has the same number
+    on all ranks, and the number says which of their steps belong together.
     """
     steps = {}
     for step in record.steps:
@@ -3695,12 +3984,14 @@ def optimizers_of(model: str, model_records: Sequence[Record]) -> list[int]:
     """The numbers of the optimizers that have parameters of a model, in order."""
     numbers = set()
     for record in model_records:
-        numbers |= {step.optimizer for step in record.steps if model in step.calls}
+        for step in record.steps:
+            if model in step.calls:
+                numbers.add(step.optimizer)
     return sorted(numbers)
 
 
 def find_uneven_steps(records: Sequence[Record]) -> list[Finding]:
-    """Find steps of an optimizer that some ranks leave out, as a rank may do that skips a step after a large loss.
+    """Find steps of an optimizer that some ranks leave out, for example because they skip a step after a large loss.
 
     ``records`` has one Record of each rank.
     """
@@ -3725,12 +4016,12 @@ def find_different_buffers(records: Sequence[Record]) -> list[Finding]:
 
     The sum then depends on which rank evaluates which data. ``records`` has one Record of each rank.
     """
-    for evaluations in evaluations_to_compare(records):
-        first = evaluations[0].evaluation
+    for parts in evaluations_to_compare(records):
+        first = parts[0].evaluation
         for buffer in first.buffers:
-            checksums_of_ranks = [one_rank.evaluation.buffers.get(buffer) for one_rank in evaluations]
+            checksums_of_ranks = [part.evaluation.buffers.get(buffer) for part in parts]
             if not equal(checksums_of_ranks):
-                ranks = [one_rank.rank for one_rank in evaluations]
+                ranks = [part.rank for part in parts]
                 sentence = f"{buffer} differs on {listed(ranks)}, whose results are then added up."
                 return [make_finding("different_buffers", first.code_line, ranks, sentence)]
     return []
@@ -3745,9 +4036,9 @@ class EvaluationOfRank:
 
 
 def evaluations_to_compare(records: Sequence[Record]) -> list[list[EvaluationOfRank]]:
-    """The evaluations in which several ranks evaluate one model on different data, each as a list of the ranks' parts.
+    """The evaluations in which several ranks evaluate one model on different data: a list of the ranks' parts for each.
 
-    Only evaluations whose results are added up count, and only ranks that have equal weights are comparable.
+    Only evaluations whose results are added up are compared, and only if all ranks have equal weights.
     """
     parts_of: dict[tuple[str, int], list[EvaluationOfRank]] = {}  # {(model, number of the evaluation): its parts}
     for record in records:
@@ -3774,7 +4065,7 @@ def find_own_losses(records: Sequence[Record]) -> list[Finding]:
     only_rank_0_reads = [record.rank for record in records_that_read] == [0]
     if not only_rank_0_reads:
         return []
-    loss_may_be_reduced = any(record.sent_sizes for record in records)
+    loss_may_be_reduced = any(record.sizes_of_small_tensors for record in records)
     if loss_may_be_reduced:
         return []
     for model, model_records in data_parallel_models(records):
@@ -3791,23 +4082,31 @@ def find_own_losses(records: Sequence[Record]) -> list[Finding]:
     return []
 
 
+@dataclass(frozen=True)
+class WrittenFile:
+    """A file that ranks of a host write for the first time after they have made so many steps."""
+
+    host: str
+    path: str
+    steps_made: int
+
+
 def find_same_files(records: Sequence[Record]) -> list[Finding]:
     """Find files that several ranks of one host write at about the same time. ``records`` has one Record of each rank.
 
     It is about the same time if the ranks have made the same number of steps when each first writes the file.
     """
-    writers: dict[tuple[str, str, int], dict[int, CodeLine]] = {}  # {(host, path, steps made): {rank: its line}}
+    writers: dict[WrittenFile, dict[int, CodeLine]] = {}  # {a file: {rank that writes it: the line of the rank}}
     for record in records:
         for path, save in record.saves.items():
-            line_of_rank = writers.setdefault((record.host, path, save.steps_made), {})
-            line_of_rank[record.rank] = save.code_line
+            file = WrittenFile(record.host, path, save.steps_made)
+            writers.setdefault(file, {})[record.rank] = save.code_line
     findings = []
-    for (_, path, _), line_of_rank in writers.items():
-        if len(line_of_rank) > 1:
-            ranks = list(line_of_rank)
-            first_line = line_of_rank[ranks[0]]
-            sentence = f"{listed(ranks).capitalize()} all write {os.path.basename(path)} at the same time."
-            findings.append(make_finding("same_file", first_line, ranks, sentence))
+    for file, line_of_rank in writers.items():
+        ranks = list(line_of_rank)
+        if len(ranks) > 1:
+            sentence = f"{listed(ranks).capitalize()} all write {os.path.basename(file.path)} at the same time."
+            findings.append(make_finding("same_file", line_of_rank[ranks[0]], ranks, sentence))
     return findings
 
 

@@ -224,6 +224,6 @@ def every_dropout_is_the_same(module: Any) -> None:
 def what_workers_draw_is_not_seen(module: Any) -> None:
     """The check for silent mistakes takes it that a loader's workers draw no random numbers."""
 
-    @instead_of(module.LoaderObserver, "noise_of_worker")
-    def noise_of_worker(original: Any, observer: Any, epoch: Any) -> int:
+    @instead_of(module.LoaderObserver, "draws_in_worker")
+    def draws_in_worker(original: Any, observer: Any, epoch: Any) -> int:
         return 0
