@@ -23,6 +23,8 @@ from helpers.ranks.ports import hold_port
 pytestmark = pytest.mark.timeout(900)
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+TIMEOUT = 600  # seconds of a line
+MOST_FORKED_RANKS = 4  # Now and then one of eight ranks that are forked from an agent hangs at its start.
 FACTS = {path.stem: facts_at(path) for path in CHAPTERS}
 
 
@@ -50,7 +52,18 @@ class Line:
         """What the chapter says of this line."""
         return FACTS[self.chapter].line(self.flags)
 
+    @property
+    def has_defaults(self) -> bool:
+        """Whether it starts the script without flags, so with the defaults."""
+        return self.flags == ""
+
+    @property
+    def restarts(self) -> bool:
+        """Whether torchrun starts the ranks again when one of them fails."""
+        return "--max-restarts=3" in self.launcher
+
     def flags_here(self) -> list[str]:
+        """The flags with which the line is run in this test: on gloo, or what the chapter gives for a small machine."""
         on_a_cpu = self.flags.replace("--backend nccl", "--backend gloo")
         return shlex.split(self.facts.here or on_a_cpu)
 
@@ -98,6 +111,14 @@ def agent(line, script, launcher, environment):
     return Forked(Work("forked_torchrun", "main", [*launcher, str(script), *flags], folder), environment)
 
 
+def run_on_one_node(line, script, environment):
+    """Run a line of one node to its end, in forks of this process if it has few ranks. Returns how it ended."""
+    if line.ranks > MOST_FORKED_RANKS:
+        return torchrun(script, line.ranks, environment, *line.flags_here(), timeout=TIMEOUT)
+    launcher = [word for word in line.launcher if word != "--standalone"]  # AT_ADDRESS takes its place
+    return agent(line, script, [*launcher, *AT_ADDRESS], environment).end(TIMEOUT)
+
+
 def check(line, ended, folder):
     """Check that a line left no process, did what its chapter says of it, and trained as well as the defaults."""
     status, out, errors, left = ended
@@ -142,26 +163,30 @@ def test_a_line_of_one_node_has_its_line_of_the_other():
 @pytest.mark.daily
 @pytest.mark.parametrize("chapter", CHAPTERS_WITH_LINES)
 def test_lines_of_one_node_in_their_order(chapter, alone, script):
-    """In one folder, as a reader types them: a line may go on from what an earlier line wrote."""
+    """They run in one folder, as a reader types them, because a line may continue what an earlier line wrote."""
     path = script(chapter)
-    (path.parent / "runs" / "a").mkdir(parents=True)  # chapter 10 prints this line
+    folder = path.parent
+    (folder / "runs" / "a").mkdir(parents=True)  # Chapter 10's lines write to this folder.
+
+    lines = [line for line in LINES if line.chapter == chapter]
     environment = alone
-    if any("--max-restarts=3" in line.launcher for line in LINES if line.chapter == chapter):
+    if any(line.restarts for line in lines):
+        # Otherwise restarted ranks read the addresses of dead ranks from the store that torchrun shares with its ranks.
+        # Chapter 13 explains it, and its readers export the variable before they type such a line.
         environment = {**alone, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    for line in LINES:
-        if line.chapter != chapter or line.nodes != 1 or not line.flags:
-            continue
-        if line.ranks > 4:  # now and then one of eight ranks that are forked from an agent hangs at its start
-            ended = torchrun(path, line.ranks, environment, *line.flags_here(), timeout=600)
-        else:
-            launcher = [word for word in line.launcher if word != "--standalone"]
-            ended = agent(line, path, [*launcher, *AT_ADDRESS], environment).end(600)
-        check(line, ended, path.parent)
-        if line.facts.writes == "cluster.toml":
-            check_plan(path.parent)
-        if "--nproc-per-node=gpu" in line.launcher and "--max-restarts=3" not in line.launcher:
-            options = ["--gpus", str(line.ranks), "--timeout", "600", "--", *line.flags_here()]
-            check_command(["rehearse", path.name, *options], path.parent)
+
+    for line in lines:
+        if line.nodes > 1 or line.has_defaults:
+            continue  # Other tests run these.
+        ended = run_on_one_node(line, path, environment)
+        check(line, ended, folder)
+        writes_a_cluster_to_plan_for = line.facts.writes == "cluster.toml"
+        if writes_a_cluster_to_plan_for:
+            check_plan(folder)
+        has_a_rank_for_each_gpu = "--nproc-per-node=gpu" in line.launcher
+        if has_a_rank_for_each_gpu and not line.restarts:  # A rehearsal restarts nothing.
+            options = ["--gpus", str(line.ranks), "--timeout", str(TIMEOUT), "--", *line.flags_here()]
+            check_command(["rehearse", path.name, *options], folder)
 
 
 @pytest.mark.daily
@@ -173,7 +198,7 @@ def test_a_line_on_each_of_two_nodes(line, alone, script):
         first = [*line.launcher, f"--master-port={port}"]
         second = [word.replace("--node-rank=0", "--node-rank=1") for word in first]
         nodes = [agent(line, path, launcher, alone) for launcher in (first, second)]
-        (first_end, second_end) = [node.end(600) for node in nodes]
+        first_end, second_end = [node.end(TIMEOUT) for node in nodes]
     status, out, errors, left = second_end
     assert status == 0 and not left, out + errors
     check(line, first_end, path.parent)
