@@ -225,9 +225,10 @@ class Layout(Record):
             refuse(f"an MLP of {model.ffn} does not divide by tp = {tp}", "a divisor of ffn as tp")
 
     def check_stages(self, model: Model) -> None:
-        """Raise a PlanError if a pipeline stage would have no layer, or if layers that must divide evenly do not.
+        """Raise a PlanError if a pipeline stage would have no layer, or if the layers do not divide evenly.
 
-        With an interleaved schedule the same holds for each of the parts that a stage has.
+        They need not if ``uneven_stages`` is set. If ``outer_layers`` is, the embedding and the head count as layers.
+        With an interleaved schedule a stage has several parts, and the same holds for each of them.
         """
         parts = self.pp * self.interleave
         if parts > model.layers or 0 in self.part_layers(model):
@@ -237,12 +238,13 @@ class Layout(Record):
         divide_evenly = layers % parts == 0
         if divide_evenly or self.uneven_stages:
             return
-        option = "uneven_stages = true"
         layers_with_outer_ones = model.layers + OUTER_LAYERS
         if layers_with_outer_ones % parts == 0:
-            option = "outer_layers = true"
+            suggested_option = "outer_layers = true"
+        else:
+            suggested_option = "uneven_stages = true"
         problem = f"{layers} layers do not divide into {parts} stages (pp x interleave)"
-        refuse(problem, f"a divisor of {layers}, or {option}")
+        refuse(problem, f"a divisor of {layers}, or {suggested_option}")
 
     def check_sequence(self, model: Model) -> None:
         """Raise a PlanError if context and sequence parallelism cannot divide a sample's tokens evenly."""

@@ -97,9 +97,17 @@ def sendable(namespace: dict[str, Any], cell: str) -> dict[str, Any]:
 
 
 def free_names(cell: str) -> FreeNames:
-    """The names that a cell's body may read from the notebook, because it does not bind them itself before.
+    """The names that a cell's body needs from the notebook, because it reads them without binding them before.
 
-    To bind a name is to assign, import or define it. Raises LaunchError where the body is not plain Python.
+    To bind a name is to assign, import or define it. A name is optional if the cell may bind it itself: here ``model``
+    is required, and ``best`` is optional, because nobody knows whether the ``if`` runs::
+
+        loss = model(x)
+        if loss < 1:
+            best = loss
+        print(best)
+
+    Raises LaunchError where the body is not plain Python.
     """
     statements = statements_of(cell)
     bound_anywhere: set[str] = set()
@@ -122,6 +130,8 @@ def free_names(cell: str) -> FreeNames:
             certainly_bound.add(node.name)  # what its body binds by `global` is bound only when it is called
         elif not isinstance(node, MAY_NOT_RUN):
             certainly_bound |= statement.binds
+    # A name that the cell binds somewhere may be bound when it is read, so the notebook need not have it. But what is
+    # read before that place is needed for sure.
     optional = (read_unbound & bound_anywhere) - read_first
     return FreeNames(required=read_unbound - optional, optional=optional)
 

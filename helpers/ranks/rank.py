@@ -109,7 +109,8 @@ def rank_main(pipe: connection.Connection, rank: int, call: Call) -> None:
     leave_launchers_terminal()
     choose_start_method()
     threading.Thread(target=end_with_parent, daemon=True).start()
-    (folder / f"pid{rank}").write_text(str(os.getpid()))  # the forkserver reads it if a rank that holds the GIL is left
+    # The thread cannot end this rank while it hangs in C code that holds the GIL. The forkserver kills it by its pid.
+    (folder / f"pid{rank}").write_text(str(os.getpid()))
     close_pipe_to_forkserver()
     write_output_to(folder / f"output{rank}")
 

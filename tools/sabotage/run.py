@@ -203,7 +203,8 @@ def section_of(nb: nbformat.NotebookNode, cell_id: str) -> Section:
     prose_before = prose_of(nb.cells[:index_of_cell])
     prose_after = prose_of(nb.cells[index_of_cell:])
 
-    # Listings are removed, because a comment in a listing begins with # as a heading does.
+    # Listings, which stand between two lines of ```, are removed, because a comment in one begins with # as a heading
+    # does.
     without_listings = re.sub(r"(?ms)^```.*?^```", "", "\n".join(prose_before))
     headings = re.findall(r"(?m)^#+ (.*)$", without_listings)
     heading_above = headings[-1]
@@ -211,7 +212,9 @@ def section_of(nb: nbformat.NotebookNode, cell_id: str) -> Section:
     anchor = slugify(heading_above.replace("`", ""))
 
     # Of the prose, the nearest Markdown cell on each side. At the end of a chapter there may be none after the cell.
-    text = "\n".join([without_number, *prose_before[-1:], nb.cells[index_of_cell].source, *prose_after[:1]])
+    nearest_before = prose_before[-1:]
+    nearest_after = prose_after[:1]
+    text = "\n".join([without_number, *nearest_before, nb.cells[index_of_cell].source, *nearest_after])
     return Section(without_number, anchor, text)
 
 
