@@ -1170,7 +1170,7 @@ def test_a_sample_is_seeded_by_its_place_if_the_data_set_draws_and_not_at_all_if
 
 
 class Shards:
-    """A stream of shards of unequal lengths, which notes what is read."""
+    """A stream of shards of unequal lengths, which records the numbers of the shards that were asked for."""
 
     num_shards = 8
 
@@ -1190,27 +1190,39 @@ class Shards:
 
 
 def samples_of_shards(path, args, start_step, steps):
-    """({micro-batch: its samples}, the shards that this rank has read)."""
+    """({(step, number of the micro-batch): its samples}, the shards that this rank has read)."""
     trainer = loaded(path)
     stream = Shards()
     batches = trainer.MicroBatches(stream, args).of_shards(start_step)
-    taken = trainer.islice(batches, steps * args.accumulate)
-    return {(batch.step, batch.number): batch.samples for batch in taken}, stream.read
+    samples = {}
+    for batch in trainer.islice(batches, steps * args.accumulate):
+        samples[batch.step, batch.number] = batch.samples
+    return samples, stream.read
 
 
 def test_each_rank_reads_its_own_shards_and_all_ways_to_cut_give_the_same(script):
-    one = settings(script, "--batch-size=16", "--accumulate=4")
-    two = settings(script, "--batch-size=16", "--accumulate=2")
-    [(single, _)] = launch(samples_of_shards, str(script), one, 0, 6, nproc=1)
-    (first, read), (second, other_read) = launch(samples_of_shards, str(script), two, 0, 6, nproc=2)
-    assert first | second == single
-    assert read == {0, 2, 4, 6} and other_read == {1, 3, 5, 7}
-    [(late, _)] = launch(samples_of_shards, str(script), one, 4, 2, nproc=1)
-    assert late == {place: samples for place, samples in single.items() if place[0] >= 4}
+    """Four micro-batches on one rank have the samples of two on each of two ranks, and of a run that is resumed."""
+    args = settings(script, "--batch-size=16", "--accumulate=4")
+    [(samples, _)] = launch(samples_of_shards, str(script), args, 0, 6, nproc=1)
+
+    args_of_two = settings(script, "--batch-size=16", "--accumulate=2")
+    of_ranks = launch(samples_of_shards, str(script), args_of_two, 0, 6, nproc=2)
+    (samples_of_rank_0, shards_of_rank_0), (samples_of_rank_1, shards_of_rank_1) = of_ranks
+    assert samples_of_rank_0 | samples_of_rank_1 == samples
+    assert shards_of_rank_0 == {0, 2, 4, 6}
+    assert shards_of_rank_1 == {1, 3, 5, 7}
+
+    start_step = 4
+    [(late_samples, _)] = launch(samples_of_shards, str(script), args, start_step, 2, nproc=1)
+    expected = {}
+    for (step, number), batch in samples.items():
+        if step >= start_step:
+            expected[step, number] = batch
+    assert late_samples == expected
 
 
 class ShuffledShards(Shards):
-    """Shards with another order in each pass, which may be asked to skip."""
+    """Shards of three samples, (the shard, the epoch, the number), in another order in each pass. They can skip."""
 
     def __init__(self, index=None, lengths=(3,) * 8, epoch=0, skipped=0):
         super().__init__(index, lengths)
@@ -1234,22 +1246,31 @@ class ShuffledShards(Shards):
             yield self.index, self.epoch, (number + self.epoch) % self.lengths[self.index]
 
 
-def epochs_of_shards(path, args, start_step, steps):
+def samples_of_shard_0(path, args, start_step, steps):
+    """The samples of shard 0 in some steps."""
     trainer = loaded(path)
     batches = trainer.MicroBatches(ShuffledShards(), args).of_shards(start_step)
-    return [sample for batch in trainer.islice(batches, steps) for sample in batch.samples if sample[0] == 0]
+    samples = []
+    for batch in trainer.islice(batches, steps):
+        for sample in batch.samples:
+            shard, _, _ = sample
+            if shard == 0:
+                samples.append(sample)
+    return samples
 
 
 def test_each_pass_over_a_shard_has_an_epoch_of_its_own(script):
+    """A step takes one sample of each of the eight shards."""
     args = settings(script, "--batch-size=8")
-    [samples] = launch(epochs_of_shards, str(script), args, 0, 7, nproc=1)
-    assert [epoch for _, epoch, _ in samples] == [0, 0, 0, 1, 1, 1, 2]
-    [late] = launch(epochs_of_shards, str(script), args, 4, 3, nproc=1)
-    assert late == samples[4:]
+    [samples] = launch(samples_of_shard_0, str(script), args, 0, 7, nproc=1)
+    epochs = [epoch for _, epoch, _ in samples]
+    assert epochs == [0, 0, 0, 1, 1, 1, 2]
+    [samples_from_step_4] = launch(samples_of_shard_0, str(script), args, 4, 3, nproc=1)
+    assert samples_from_step_4 == samples[4:]
 
 
 class SlowToResume(torch.utils.data.IterableDataset):
-    """A stream whose first sample takes rank 1 some seconds, as where a resumed job reads on to where it stopped."""
+    """A stream of which rank 1 gets the first sample late, as when a resumed job reads up to where it stopped."""
 
     def __init__(self, seconds):
         self.seconds = seconds
@@ -1261,28 +1282,33 @@ class SlowToResume(torch.utils.data.IterableDataset):
             yield torch.zeros(64), 0
 
 
-def errors_of_a_slow_stream(path, args, seconds):
-    """The errors of a run in whose first step no rank waits longer than 3 seconds for another one."""
+def error_of_a_slow_stream(path, args, seconds):
+    """The error of a run whose stream is slow to resume. It fails if a rank waits 3 seconds for another in a step."""
     trainer = loaded(path)
-    trainer.load_data = lambda args: (SlowToResume(seconds), None)
+    own_take_step = trainer.take_step
 
-    def take_step(*arguments, own=trainer.take_step):
+    def load_data(args):
+        return SlowToResume(seconds), None
+
+    def take_step(training, micro_batches, step, args):
         start = time.monotonic()
         dist.barrier()
         if time.monotonic() - start > 3:
             raise RuntimeError("a rank has waited in its step")
-        return own(*arguments)
+        return own_take_step(training, micro_batches, step, args)
 
+    trainer.load_data = load_data
     trainer.take_step = take_step
-    return errors_of_run(trainer, args)
+    return error_of_run(trainer, args)
 
 
 def test_no_rank_waits_in_a_step_for_one_that_reads_the_stream_again(script, tmp_path):
-    """There it would wait for --patience only; before the step it waits for days."""
+    """In a step it would wait for --patience only; before the step it waits for days."""
     flags = [f"--checkpoint-dir={tmp_path}", "--resume", "--allow-change=max_steps", "--warmup=1"]
-    for max_steps, seconds in ((2, 0), (4, 8)):
-        args = settings(script, *flags, f"--max-steps={max_steps}")
-        assert launch(errors_of_a_slow_stream, str(script), args, seconds, nproc=2) == ["none"] * 2
+    args = settings(script, *flags, "--max-steps=2")
+    assert launch(error_of_a_slow_stream, str(script), args, 0, nproc=2) == ["none"] * 2
+    args = settings(script, *flags, "--max-steps=4")
+    assert launch(error_of_a_slow_stream, str(script), args, 8, nproc=2) == ["none"] * 2
     assert (tmp_path / "step_00000004.pt").exists()
 
 
@@ -1294,7 +1320,8 @@ class Blocks(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first = nn.Linear(64, 30, bias=False)  # whose gradient would be 0 but for rounding, before a BatchNorm
+        # Without a bias: BatchNorm subtracts it again, so its gradient would be rounding errors alone.
+        self.first = nn.Linear(64, 30, bias=False)
         self.norm = nn.BatchNorm1d(30)
         self.blocks = nn.ModuleList(nn.Linear(30, 30) for _ in range(3))
         self.gain = nn.Parameter(torch.tensor(1.0))
@@ -1309,51 +1336,88 @@ class Blocks(nn.Module):
 
 
 def losses_of_blocks(path, all_args, optimizer="AdamW", last_step=None):
-    """Of each run, one after the other: ({step: loss}, the result). The loop may end early, with a checkpoint."""
+    """Train ``Blocks`` with each of these settings. Of each run: ({step: loss}, the metrics of its last validation).
+
+    With last_step a run ends after it, with a checkpoint. Its learning rates remain those of --max-steps.
+    """
     trainer = loaded(path)
+
+    def build_model(args):
+        return Blocks()
+
+    def build_optimizer(model, args):
+        trained = [param for param in model.parameters() if param.requires_grad]
+        return getattr(torch.optim, optimizer)(trained, args.lr, fused=True)
+
+    trainer.build_model = build_model
+    trainer.build_optimizer = build_optimizer
     if last_step is not None:
-        plan, factor = trainer.plan_steps, trainer.lr_factor
-        trainer.plan_steps = lambda *arguments: dataclasses.replace(plan(*arguments), total=last_step)
-        trainer.lr_factor = lambda step, total, args: factor(step, args.max_steps, args)
-    trainer.build_model = lambda args: Blocks()
-    trainer.build_optimizer = lambda model, args: getattr(torch.optim, optimizer)(
-        [param for param in model.parameters() if param.requires_grad], args.lr, fused=True
-    )
+        end_early(trainer, last_step)
+
     runs = []
     for args in all_args:
-        records = []
-        _, metrics = trainer.train(args, CPU, lambda args, records=records: lambda *record: records.append(record))
-        runs.append(({step: values["loss"] for step, values in records if "norm" in values}, metrics))
+        lines, metrics = train_and_log(trainer, args)
+        losses = {step: values["loss"] for step, values in lines if is_of_training(values)}
+        runs.append((losses, metrics))
     return runs
+
+
+def end_early(trainer, last_step):
+    """End the trainer's loop after a step, and keep the learning rates of a run of --max-steps."""
+    own_plan_steps = trainer.plan_steps
+    own_lr_factor = trainer.lr_factor
+
+    def plan_steps(train_set, val_set, args):
+        return dataclasses.replace(own_plan_steps(train_set, val_set, args), total=last_step)
+
+    def lr_factor(step, total_steps, args):
+        return own_lr_factor(step, args.max_steps, args)
+
+    trainer.plan_steps = plan_steps
+    trainer.lr_factor = lr_factor
 
 
 BLOCKS = ["--max-steps=12", "--warmup=2", "--log-every=1", "--lr=0.01", "--save-every=4", "--ema=0.9"]
 
 
+WAYS_TO_WRAP = {  # the name of the run's folder: its flags
+    "ddp": ["--no-shard"],
+    "fsdp": ["--shard"],
+    "fsdp_recompute": ["--shard", "--recompute"],
+    "fsdp_offload": ["--shard", "--offload"],
+}
+
+
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 def test_a_sharded_run_has_the_losses_of_ddp(script, tmp_path, optimizer):
-    ways = [["--no-shard"], ["--shard"], ["--shard", "--recompute"], ["--shard", "--offload"]]
-    all_args = [settings(script, *BLOCKS, f"--checkpoint-dir={tmp_path / str(i)}", *w) for i, w in enumerate(ways)]
-    runs = launch(losses_of_blocks, str(script), all_args, optimizer, nproc=2)[0]
-    for losses, metrics in runs[1:]:
-        assert losses == pytest.approx(runs[0][0], rel=1e-4)
-        assert metrics == pytest.approx(runs[0][1], rel=1e-3)
-    weights = [torch.load(tmp_path / str(i) / "weights.pt", weights_only=True) for i in range(2)]
-    assert list(weights[0]) == list(Blocks().state_dict())
-    for name, value in weights[0].items():
-        assert torch.allclose(value, weights[1][name].reshape(value.shape), atol=1e-4), name
+    all_args = []
+    for name, flags in WAYS_TO_WRAP.items():
+        all_args.append(settings(script, *BLOCKS, *flags, f"--checkpoint-dir={tmp_path / name}"))
+    runs, _ = launch(losses_of_blocks, str(script), all_args, optimizer, nproc=2)
+
+    (losses_of_ddp, metrics_of_ddp), *sharded_runs = runs
+    for losses, metrics in sharded_runs:
+        assert losses == pytest.approx(losses_of_ddp, rel=1e-4)
+        assert metrics == pytest.approx(metrics_of_ddp, rel=1e-3)
+
+    weights_of_ddp = torch.load(tmp_path / "ddp" / "weights.pt", weights_only=True)
+    weights_of_fsdp = torch.load(tmp_path / "fsdp" / "weights.pt", weights_only=True)
+    assert list(weights_of_ddp) == list(Blocks().state_dict())
+    for name, weight in weights_of_ddp.items():
+        assert torch.allclose(weight, weights_of_fsdp[name].reshape(weight.shape), atol=1e-4), name
 
 
 def test_replicas_of_a_sharded_model_have_the_losses_of_ddp(script):
-    flags = [*BLOCKS, "--accumulate=2"]
-    all_args = [settings(script, *flags), settings(script, *flags, "--shard", "--replicas=2")]
-    [(losses, metrics), (sharded, sharded_metrics)] = launch(losses_of_blocks, str(script), all_args, nproc=4)[0]
-    assert sharded == pytest.approx(losses, rel=1e-4)
-    assert sharded_metrics == pytest.approx(metrics, rel=1e-3)
+    with_ddp = settings(script, *BLOCKS, "--accumulate=2")
+    with_replicas = settings(script, *BLOCKS, "--accumulate=2", "--shard", "--replicas=2")
+    runs_of_ranks = launch(losses_of_blocks, str(script), [with_ddp, with_replicas], nproc=4)
+    (losses, metrics), (losses_of_replicas, metrics_of_replicas) = runs_of_ranks[0]
+    assert losses_of_replicas == pytest.approx(losses, rel=1e-4)
+    assert metrics_of_replicas == pytest.approx(metrics, rel=1e-3)
 
 
-def said_of_replicas(path, args):
-    """What the trainer prints of replicas of two ranks if a node has three."""
+def printed_of_replicas(path, args):
+    """What the trainer prints about replicas of two ranks if a node has three."""
     os.environ["LOCAL_WORLD_SIZE"] = "3"
     with contextlib.redirect_stdout(io.StringIO()) as out:
         loaded(path).sharding_options(args, CPU)
@@ -1362,73 +1426,75 @@ def said_of_replicas(path, args):
 
 def test_replicas_that_are_cut_by_the_border_of_a_node_are_said(script, capsys):
     """After --nodes=7 in place of 8, --replicas 8 divides 56 ranks as well."""
-    said, *_ = launch(said_of_replicas, str(script), settings(script, "--shard", "--replicas=2"), nproc=4)
-    assert said.startswith("--replicas: 2 ranks make a replica, and a node has 3, so some ")
+    args = settings(script, "--shard", "--replicas=2")
+    printed, *_ = launch(printed_of_replicas, str(script), args, nproc=4)
+    assert printed.startswith("--replicas: 2 ranks make a replica, and a node has 3, so some ")
+
     trainer = loaded(script)
-    for num_shards in (4, 8, 16):
+    for num_shards in (4, 8, 16):  # they divide a node of 8 ranks, or fill several
         trainer.warn_of_cut_replicas(num_shards, ranks_per_node=8)
     assert capsys.readouterr().out == ""
     for num_shards in (7, 12):
         trainer.warn_of_cut_replicas(num_shards, ranks_per_node=8)
-        said = capsys.readouterr().out
-        assert said.startswith(f"--replicas: {num_shards} ranks make a replica, and a node has 8, so some ")
+        printed = capsys.readouterr().out
+        assert printed.startswith(f"--replicas: {num_shards} ranks make a replica, and a node has 8, so some ")
 
 
 def test_a_checkpoint_is_resumed_across_ddp_and_fsdp_and_numbers_of_ranks(script, tmp_path):
-    """BatchNorm's loss depends on the micro-batches, so each run has four in a step."""
-    [[(whole, metrics)]] = launch(losses_of_blocks, str(script), [settings(script, *BLOCKS, "--accumulate=4")], nproc=1)
-    parts = [
+    """A run in three parts has the losses of a whole one.
+
+    BatchNorm's loss depends on the micro-batches, so each run has four in a step, of all ranks together.
+    """
+    args = settings(script, *BLOCKS, "--accumulate=4")
+    [[(whole_losses, whole_metrics)]] = launch(losses_of_blocks, str(script), [args], nproc=1)
+
+    parts = [  # (ranks, last step, flags)
         (2, 4, ["--accumulate=2"]),
         (4, 8, ["--shard", "--replicas=2", "--resume"]),
         (2, 12, ["--shard", "--accumulate=2", "--resume"]),
     ]
     for ranks, last_step, flags in parts:
-        folder = f"--checkpoint-dir={tmp_path}"
-        args = settings(script, *BLOCKS, folder, *flags)
-        [[(losses, result_of_part)], *_] = launch(
-            losses_of_blocks, str(script), [args], "AdamW", last_step, nproc=ranks
-        )
+        args = settings(script, *BLOCKS, f"--checkpoint-dir={tmp_path}", *flags)
+        runs_of_ranks = launch(losses_of_blocks, str(script), [args], "AdamW", last_step, nproc=ranks)
+        [(losses, metrics)] = runs_of_ranks[0]
         assert max(losses) == last_step
-        assert losses == pytest.approx({step: whole[step] for step in losses}, rel=1e-3)
-    assert result_of_part["val_accuracy"] == pytest.approx(metrics["val_accuracy"], abs=0.02)
+        expected = {step: whole_losses[step] for step in losses}
+        assert losses == pytest.approx(expected, rel=1e-3)
+    assert metrics["val_accuracy"] == pytest.approx(whole_metrics["val_accuracy"], abs=0.02)
 
 
-def test_a_model_on_the_meta_device_is_initialized_block_by_block(script, tmp_path):
-    own = "    return nn.Sequential(\n"
+def test_a_model_on_the_meta_device_is_initialized_block_by_block(script):
     args = settings(script, "--shard", "--meta", "--max-steps=30", "--dtype=bfloat16")
-    path = changed(script, tmp_path / "same", own, own)
-    [[error], _] = launch(errors_of, str(path), [args], nproc=2)
-    assert error == "none"
+    errors = launch(errors_of, str(script), [args], nproc=2)
+    assert errors == [["none"]] * 2
 
 
-def first_weights(path, args):
-    trainer = loaded(path)
-    model, _ = trainer.train(args, CPU)
-    return {name: value.clone() for name, value in model.state_dict().items()}
+def weights_of_the_script(script):
+    """The weights of a model that the script has built and not yet trained."""
+    args = settings(script)
+    torch.manual_seed(5)
+    return loaded(script).build_model(args).state_dict()
 
 
 def test_a_run_starts_from_weights_and_says_what_matched(script, alone, tmp_path):
-    weights = {f"_orig_mod.module.{k}": v for k, v in first_weights_file(script).items()}
+    """The file has two prefixes before each name, one weight of another shape, and one that the model has not."""
+    file = tmp_path / "foreign.pt"
+    weights = {f"_orig_mod.module.{name}": weight for name, weight in weights_of_the_script(script).items()}
     weights["_orig_mod.module.3.weight"] = torch.ones(11, 256)
     weights["_orig_mod.module.head.bias"] = torch.ones(3)
-    torch.save(weights, tmp_path / "foreign.pt")
-    flags = ["--max-steps=10", f"--init-from={tmp_path / 'foreign.pt'}"]
+    torch.save(weights, file)
+    flags = ["--max-steps=10", f"--init-from={file}"]
     for shard in ("--no-shard", "--shard"):
         status, out, errors, _ = forked(script_on_ranks(script, 2, shard, *flags), alone)
         assert status == 0, errors
         assert "3 of the model's 4 tensors match" in out
         assert "1 not in the model: head.bias" in out
         assert "1 of another shape: 3.weight" in out
-    torch.save({"other": torch.ones(3)}, tmp_path / "foreign.pt")
+
+    torch.save({"other": torch.ones(3)}, file)
     status, _, errors, _ = forked(script_on_ranks(script, 2, *flags), alone)
     assert status != 0
     assert "no tensor of the model is in the file" in errors
-
-
-def first_weights_file(script):
-    args = settings(script)
-    torch.manual_seed(5)
-    return loaded(script).build_model(args).state_dict()
 
 
 def test_training_goes_on_longer_and_at_another_rate_if_told(script, folder):
@@ -1440,15 +1506,15 @@ def test_training_goes_on_longer_and_at_another_rate_if_told(script, folder):
 # --- what looks equal, and is not -------------------------------------------------------------------------------------
 
 
-class Drawn(nn.Module):
-    """A model that draws its own weights, and has a table that is in no checkpoint."""
+class InitializesItself(nn.Module):
+    """A model that initializes its own weights, and has a table that is in no checkpoint."""
 
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
         self.last = nn.Linear(64, 10)
         self.register_buffer("table", torch.empty(64), persistent=False)
-        draw(self)
+        init_weights(self)
 
     def forward(self, x):
         for block in self.blocks:
@@ -1456,7 +1522,7 @@ class Drawn(nn.Module):
         return self.last(x + self.table)
 
 
-def draw(model):
+def init_weights(model):
     for number, block in enumerate(model.blocks, start=1):
         nn.init.normal_(block.weight, std=0.02 * number)
         nn.init.zeros_(block.bias)
@@ -1465,10 +1531,17 @@ def draw(model):
     model.table.copy_(torch.arange(64.0))
 
 
-def first_weights_of(path, args, init_weights=None, build=Drawn):
-    """{name: (mean, standard deviation)} of the weights before the first step, or the error."""
+def first_weights_of(path, args, init_weights=None, model_class=InitializesItself):
+    """{name: (mean, standard deviation)} of the weights and buffers before the first step, or the error.
+
+    With init_weights, it is in place of the script's own.
+    """
     trainer = loaded(path)
-    trainer.build_model = lambda args: build()
+
+    def build_model(args):
+        return model_class()
+
+    trainer.build_model = build_model
     if init_weights is not None:
         trainer.init_weights = init_weights
     try:
@@ -1480,19 +1553,23 @@ def first_weights_of(path, args, init_weights=None, build=Drawn):
         return {name: (tensor.mean().item(), tensor.std().item()) for name, tensor in tensors.items()}
 
 
-def with_a_real_table():
-    model = Drawn()
-    model.table = torch.from_numpy(np.arange(64, dtype=np.float32))
-    return model
+class WithARealTable(InitializesItself):
+    """Its table is from NumPy, so it is a real tensor on the meta device, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.from_numpy(np.arange(64, dtype=np.float32))
 
 
 def test_weights_on_the_meta_device_are_those_that_the_model_draws(script):
-    plain = launch(first_weights_of, str(script), settings(script), nproc=2)[0]
+    plain, _ = launch(first_weights_of, str(script), settings(script), nproc=2)
     meta = settings(script, "--shard", "--meta")
-    on_meta = launch(first_weights_of, str(script), meta, draw, nproc=2)[0]
+    on_meta, _ = launch(first_weights_of, str(script), meta, init_weights, nproc=2)
     assert on_meta.keys() == plain.keys()
     for name, (mean, deviation) in plain.items():
-        assert on_meta[name] == pytest.approx((mean, deviation), rel=0.15, abs=0.15 * deviation + 1e-9), name
+        # The generators differ, so the numbers are alike only as samples of one distribution are.
+        tolerance = 0.15 * deviation + 1e-9
+        assert on_meta[name] == pytest.approx((mean, deviation), rel=0.15, abs=tolerance), name
 
 
 def test_the_meta_device_is_refused_where_a_weight_would_be_garbage(script):
@@ -1500,22 +1577,31 @@ def test_the_meta_device_is_refused_where_a_weight_would_be_garbage(script):
     errors = launch(first_weights_of, str(script), meta, nproc=2)
     assert errors == ["--meta needs an init_weights(model) for your build_model."] * 2
 
-    def without_the_table(model):
+    def init_all_but_the_table(model):
         table = model.table.clone()
-        draw(model)
+        init_weights(model)
         model.table.copy_(table)
 
-    errors = launch(first_weights_of, str(script), meta, without_the_table, nproc=2)
+    errors = launch(first_weights_of, str(script), meta, init_all_but_the_table, nproc=2)
     assert errors == ["rank 0: --meta: init_weights has not set table."] * 2
-    [error, _] = launch(first_weights_of, str(script), meta, draw, with_a_real_table, nproc=2)
+    [error, _] = launch(first_weights_of, str(script), meta, init_weights, WithARealTable, nproc=2)
     assert error == "--meta: build_model has filled table, which init_weights has to do."
 
 
 def modes_after_training(path, args):
+    """Train a model whose first layer is frozen by eval(), with validations.
+
+    Returns (each layer's ``training``, the largest running mean of the first layer).
+    """
     trainer = loaded(path)
-    trainer.build_model = lambda args: nn.Sequential(nn.BatchNorm1d(64).eval(), nn.Linear(64, 10))
+
+    def build_model(args):
+        return nn.Sequential(nn.BatchNorm1d(64).eval(), nn.Linear(64, 10))
+
+    trainer.build_model = build_model
     model, _ = trainer.train(args, CPU)
-    return [layer.training for layer in model], model[0].running_mean.abs().max().item()
+    modes = [layer.training for layer in model]
+    return modes, model[0].running_mean.abs().max().item()
 
 
 @pytest.mark.parametrize("shard", ["--shard", "--no-shard"])
@@ -1527,18 +1613,18 @@ def test_a_layer_that_is_frozen_by_eval_stays_frozen_after_a_validation(script, 
 
 
 def dtypes_in_evaluate(path, args):
-    """The dtype of the logits of an ``evaluate`` that calls the model."""
+    """The dtypes of the logits that an ``evaluate`` gets when it calls the model."""
     trainer = loaded(path)
-    dtypes = []
+    dtypes = set()
 
     def evaluate(model, batches, args):
         for images, _ in batches:
-            dtypes.append(model(images).dtype)
+            dtypes.add(model(images).dtype)
         return {}
 
     trainer.evaluate = evaluate
     trainer.train(args, CPU)
-    return set(dtypes)
+    return dtypes
 
 
 @pytest.mark.parametrize("shard", ["--shard", "--no-shard"])
@@ -1553,48 +1639,64 @@ class Block(nn.Module):
         self.layer = nn.Linear(4, 4)
 
 
-MODELS_WITH_BLOCKS = {  # how many blocks there are in which model
-    "a list": (3, lambda: nn.ModuleList(Block() for _ in range(3))),
-    "a list in a dict": (2, lambda: nn.ModuleDict({"e": nn.Embedding(4, 4), "h": nn.ModuleList([Block(), Block()])})),
-    "a dict": (2, lambda: nn.ModuleDict({"0": Block(), "1": Block()})),
-    "layers in a row": (2, lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))),
-    "stages": (3, lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Sequential(Block(), Block()), nn.Sequential(Block()))),
-    "heads, of which a rank may call one": (0, lambda: nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})),
-    "one layer": (0, lambda: nn.Linear(4, 4)),
-}
+def models_and_numbers_of_blocks():
+    """{what the model is: (the model, how many blocks it has)}."""
+    a_list_in_a_dict = nn.ModuleDict({"embed": nn.Embedding(4, 4), "blocks": nn.ModuleList([Block(), Block()])})
+    stages = nn.Sequential(nn.BatchNorm1d(4), nn.Sequential(Block(), Block()), nn.Sequential(Block()))
+    return {
+        "a list": (nn.ModuleList([Block(), Block(), Block()]), 3),
+        "a list in a dict": (a_list_in_a_dict, 2),
+        "a dict": (nn.ModuleDict({"0": Block(), "1": Block()}), 2),
+        "layers in a row": (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), 2),
+        "stages": (stages, 3),
+        "heads, of which a rank may call one": (nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}), 0),
+        "one layer": (nn.Linear(4, 4), 0),
+    }
 
 
 def test_blocks_are_found_in_lists_dicts_and_sequences(script):
     trainer = loaded(script)
-    for name, (number, build) in MODELS_WITH_BLOCKS.items():
-        assert len(trainer.find_blocks(build())) == number, name
+    for name, (model, number_of_blocks) in models_and_numbers_of_blocks().items():
+        assert len(trainer.find_blocks(model)) == number_of_blocks, name
 
 
 def test_recompute_without_blocks_or_with_batch_norm_is_refused(script):
+    def without_blocks(args):
+        return nn.Linear(64, 10)
+
+    def with_batch_norm(args):
+        return nn.ModuleList([nn.BatchNorm1d(64)])
+
     args = settings(script, "--recompute", "--max-steps=10")
-    for build, reason in [
-        (lambda args: nn.Linear(64, 10), "--recompute finds no blocks in the model"),
-        (lambda args: nn.ModuleList([nn.BatchNorm1d(64)]), "--recompute would update BatchNorm twice"),
-    ]:
-        [[error]] = launch(errors_of, str(script), [args], {"build_model": build}, nproc=1)
-        assert error.startswith(f"UsageError: {reason}")
+    [[error]] = launch(errors_of, str(script), [args], {"build_model": without_blocks}, nproc=1)
+    assert error.startswith("UsageError: --recompute finds no blocks in the model")
+    [[error]] = launch(errors_of, str(script), [args], {"build_model": with_batch_norm}, nproc=1)
+    assert error.startswith("UsageError: --recompute would update BatchNorm twice")
 
 
-def errors_of_unlike_ranks(path, args, changes=None, sizes=None):
-    if changes and dist.get_rank() == 1:
-        vars(args).update(changes)
-    replacements = {}
-    if sizes:
-        size = sizes[dist.get_rank()]
-        replacements["load_data"] = lambda args: ([(torch.zeros(64), 0)] * size, [(torch.zeros(64), 0)] * 9)
-    return errors_of(path, [args], replacements)
+def errors_of_unlike_flags(path, args, flags_of_rank_1):
+    if dist.get_rank() == 1:
+        vars(args).update(flags_of_rank_1)
+    return errors_of(path, [args])
+
+
+def errors_of_unlike_data(path, args, size_of_each_rank):
+    """The error of a run in which each rank has a training set of its own size."""
+    size = size_of_each_rank[dist.get_rank()]
+
+    def load_data(args):
+        return blank_samples(size), blank_samples(9)
+
+    return errors_of(path, [args], {"load_data": load_data})
 
 
 def test_ranks_with_other_flags_or_data_are_refused_on_all(script):
     args = settings(script, "--max-steps=10")
-    errors = launch(errors_of_unlike_ranks, str(script), args, {"lr": 0.01, "num_workers": 1}, nproc=2)
-    assert errors == [["UsageError: --lr: rank 0 has 0.1, and rank 1 has 0.01. Start all ranks with the same."]] * 2
-    errors = launch(errors_of_unlike_ranks, str(script), args, None, [200, 199], nproc=2)
+    errors = launch(errors_of_unlike_flags, str(script), args, {"lr": 0.01, "num_workers": 1}, nproc=2)
+    expected = "--lr: rank 0 has 0.1, and rank 1 has 0.01. Start all ranks with the same."
+    assert errors == [[f"UsageError: {expected}"]] * 2
+
+    errors = launch(errors_of_unlike_data, str(script), args, [200, 199], nproc=2)
     expected = "training samples: rank 0 has 200, and rank 1 has 199. Start all ranks with the same."
     assert errors == [[f"UsageError: {expected}"]] * 2
 
@@ -1603,11 +1705,13 @@ def test_ranks_with_other_flags_or_data_are_refused_on_all(script):
 
 
 def broken_on_rank_1(script, folder, statement):
-    """The script, with a statement that rank 1 runs in its third loss."""
-    old = '    divides. Names other than "loss" are metrics, for the log.\n    """\n'
-    new = old + "    seen.append(1)\n    if len(seen) == 3 and dist.get_rank() == 1:\n"
-    path = changed(script, folder, old, new + f"        {statement}\n")
-    path.write_text(path.read_text().replace("\n\ndef add_flags(", "\nseen = []\n\n\ndef add_flags(", 1))
+    """A copy of the script in which rank 1 runs this statement in its third call of ``loss_sums``."""
+    end_of_docstring = '    divides. Names other than "loss" are metrics, for the log.\n    """\n'
+    added = "    calls.append(1)\n    if len(calls) == 3 and dist.get_rank() == 1:\n"
+    added += f"        {statement}\n"
+    path = changed(script, folder, end_of_docstring, end_of_docstring + added)
+    text = path.read_text()
+    path.write_text(text.replace("\n\ndef add_flags(", "\ncalls = []\n\n\ndef add_flags(", 1))
     return path
 
 
@@ -1649,23 +1753,29 @@ def test_a_rank_with_workers_ends_when_it_fails(script, alone, tmp_path, kind):
     assert message in errors
 
 
-def sums_of_unlike_first_weights(path, args):
-    """This rank's sum of each weight, if each rank draws other weights than the others."""
+def build_unlike_model(args):
+    """A model whose weights are different on each rank, because the seed is the rank."""
+    model = nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 8))
+    for param in model.parameters():
+        nn.init.normal_(param, generator=torch.Generator().manual_seed(dist.get_rank()))
+    return model
+
+
+def compare_replicas(path, args):
+    """Start with a model that is different on each rank. Compare the replicas, and again after a change on rank 3.
+
+    Returns (the sum of each weight of this rank before the change, the error of the comparison after it).
+    """
     trainer = loaded(path)
-
-    def build_model(args):
-        model = nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 8))
-        for param in model.parameters():
-            nn.init.normal_(param, generator=torch.Generator().manual_seed(dist.get_rank()))
-        return model
-
-    trainer.build_model = build_model
+    trainer.build_model = build_unlike_model
     training = trainer.build_training(args, CPU)
-    trainer.check_replicas(training, args)
-    sums = [trainer.local(param).sum().item() for param in training.model.parameters()]
-    with torch.no_grad():
-        if dist.get_rank() == 3:
-            trainer.local(next(training.model.parameters()))[0] += 1e-3
+    trainer.check_replicas(training, args)  # no error
+    params = list(training.model.parameters())
+    sums = [trainer.local(param).sum().item() for param in params]
+
+    if dist.get_rank() == 3:
+        with torch.no_grad():
+            trainer.local(params[0])[0] += 1e-3
     try:
         trainer.check_replicas(training, args)
     except RuntimeError as error:
@@ -1673,14 +1783,25 @@ def sums_of_unlike_first_weights(path, args):
     return sums, "none"
 
 
-@pytest.mark.parametrize("flags", [[], ["--shard", "--replicas=2"]])
-def test_all_replicas_begin_with_the_weights_of_rank_0_and_are_compared(script, flags):
-    results = launch(sums_of_unlike_first_weights, str(script), settings(script, *flags), nproc=4)
-    assert results[0][0] == results[2][0] and results[1][0] == results[3][0]
-    problem = "the weights of ranks [3] are not the majority's"
-    if flags:
-        problem = "ranks [1, 3], of which no majority agrees"  # there are two replicas of each part
-    assert [error for _, error in results] == [f"at step 0 replicas of the model differ: {problem}"] * 4
+DDP = []
+TWO_REPLICAS = ["--shard", "--replicas=2"]  # ranks 0 and 1 are one, and ranks 2 and 3 the other
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (DDP, "the weights of ranks [3] are not the majority's"),
+        (TWO_REPLICAS, "ranks [1, 3], of which no majority agrees"),
+    ],
+)
+def test_all_replicas_begin_with_the_weights_of_rank_0_and_are_compared(script, flags, problem):
+    """Whether the model is sharded or not, ranks 0 and 2 have the same weights, and so do ranks 1 and 3."""
+    results = launch(compare_replicas, str(script), settings(script, *flags), nproc=4)
+    sums = [sums_of_rank for sums_of_rank, _ in results]
+    assert sums[0] == sums[2]
+    assert sums[1] == sums[3]
+    errors = [error for _, error in results]
+    assert errors == [f"at step 0 replicas of the model differ: {problem}"] * 4
 
 
 def test_the_sum_of_bits_depends_on_no_order(script):
@@ -1694,20 +1815,22 @@ def test_the_sum_of_bits_depends_on_no_order(script):
         assert total != trainer.sum_of_bits(weights)
 
 
-def error_of_a_lost_bit(path, args):
-    """The error of a run without validations, in whose second step rank 1 gets a weight of its own."""
+def error_of_a_changed_weight(path, args):
+    """The error of a run in which rank 1 changes one of its weights before the second step."""
     trainer = loaded(path)
+    own_take_step = trainer.take_step
 
-    def take_step(training, micro_batches, step, args, own=trainer.take_step):
+    def take_step(training, micro_batches, step, args):
         if step == 2 and dist.get_rank() == 1:
-            next(training.model.parameters()).data[0, 0] += 1e-3
-        return own(training, micro_batches, step, args)
+            first_weight = next(training.model.parameters())
+            first_weight.data[0, 0] += 1e-3
+        return own_take_step(training, micro_batches, step, args)
 
     trainer.take_step = take_step
-    return errors_of_run(trainer, args)
+    return error_of_run(trainer, args)
 
 
-def errors_of_run(trainer, args):
+def error_of_run(trainer, args):
     try:
         trainer.train(args, CPU)
     except RuntimeError as error:
@@ -1717,27 +1840,32 @@ def errors_of_run(trainer, args):
 
 def test_replicas_are_compared_before_a_save_too(script, tmp_path):
     flags = ["--max-steps=12", "--save-every=3", "--val-every=12", f"--checkpoint-dir={tmp_path}"]
-    errors = launch(error_of_a_lost_bit, str(script), settings(script, *flags), nproc=3)
+    errors = launch(error_of_a_changed_weight, str(script), settings(script, *flags), nproc=3)
     message = "at step 3 replicas of the model differ: the weights of ranks [1] are not the majority's"
     assert errors == [message] * 3
     assert names_in(tmp_path) == []
 
 
 def weights_after_unlike_norms(path, args):
-    """This rank's weights after a step in which the second replica has added up the norm in another order."""
+    """Take a step in which the second replica, ranks 2 and 3, gets a norm that is off by the last bit.
+
+    Adding up the norm in another order would do this. Returns (the norm, this rank's weights after the step).
+    """
     trainer = loaded(path)
     training = trainer.build_training(args, CPU)
     batch = (torch.ones(12, 64), torch.zeros(12, dtype=torch.int64))
+    own_full_tensor = trainer.DTensor.full_tensor
 
-    def full_tensor(tensor, own=trainer.DTensor.full_tensor):
-        norm = own(tensor)
+    def full_tensor(tensor):
+        norm = own_full_tensor(tensor)
         if dist.get_rank() >= 2:
             norm = torch.nextafter(norm, 2 * norm)
         return norm
 
     with mock.patch.object(trainer.DTensor, "full_tensor", full_tensor):
         _, norm = trainer.take_step(training, [batch], 1, args)
-    return norm.item(), [trainer.local(param).tolist() for param in training.model.parameters()]
+    weights = [trainer.local(param).tolist() for param in training.model.parameters()]
+    return norm.item(), weights
 
 
 def test_replicas_clip_with_one_norm(script):
@@ -1747,7 +1875,7 @@ def test_replicas_clip_with_one_norm(script):
 
 
 def errors_with_files_of_their_own(path, args, folder):
-    """``--init-from`` reads another file on rank 1."""
+    """The error of a run in which --init-from, a relative path, is another file on each rank."""
     os.chdir(Path(folder) / str(dist.get_rank()))
     return errors_of(path, [args])
 
@@ -1765,18 +1893,27 @@ def test_ranks_that_would_begin_with_other_files_are_refused(script, tmp_path):
 def error_of_another_order(path, args):
     """The error of a resume whose optimizer has two layers of one shape in another order."""
     trainer = loaded(path)
-    trainer.build_model = lambda args: nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-    for order in (1, -1):
-        trainer.build_optimizer = lambda model, args, order=order: torch.optim.AdamW([*model.parameters()][::order])
-        training = trainer.build_training(args, CPU)
-        checkpoints = trainer.Checkpoints(args)
-        if order == 1:
-            checkpoints.save(training)
-            continue
-        try:
-            checkpoints.load(training)
-        except trainer.UsageError as error:
-            return str(error)
+
+    def build_model(args):
+        return nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+
+    def build_optimizer(model, args):
+        return torch.optim.AdamW(list(model.parameters()))
+
+    def build_reversed_optimizer(model, args):
+        return torch.optim.AdamW(list(reversed(list(model.parameters()))))
+
+    trainer.build_model = build_model
+    trainer.build_optimizer = build_optimizer
+    training = trainer.build_training(args, CPU)
+    trainer.Checkpoints(args).save(training)
+
+    trainer.build_optimizer = build_reversed_optimizer
+    training = trainer.build_training(args, CPU)
+    try:
+        trainer.Checkpoints(args).load(training)
+    except trainer.UsageError as error:
+        return str(error)
 
 
 def test_an_optimizer_with_its_parameters_in_another_order_is_refused(script, tmp_path):
@@ -1785,33 +1922,24 @@ def test_an_optimizer_with_its_parameters_in_another_order_is_refused(script, tm
     assert error.startswith("The optimizer of the checkpoint has other parameters, or the same in another order")
 
 
-def files_after_a_bad_step(path, args):
-    """The checkpoints of a run whose step 4 is nan, where one was due."""
+def checkpoints_around_a_skipped_step(path, args):
+    """The names of the checkpoints of a run that skips step 4, after which a save was due."""
     trainer = loaded(path)
-    calls = []
-
-    def loss_sums(model, batch, args, own=trainer.loss_sums):
-        sums = own(model, batch, args)
-        calls.append(1)
-        if len(calls) == 4:
-            sums["loss"] = (sums["loss"][0] * torch.nan, sums["loss"][1])
-        return sums
-
-    trainer.loss_sums = loss_sums
+    spoil_losses(trainer, calls=(4,))
     trainer.train(args, CPU)
-    return sorted(name for name in os.listdir(args.checkpoint_dir) if name.startswith("step_"))
+    return [name for name in names_in(Path(args.checkpoint_dir)) if name.startswith("step_")]
 
 
 def test_the_step_after_a_bad_one_is_saved_in_its_place(script, tmp_path):
     flags = ["--max-steps=7", "--warmup=1", "--save-every=4", f"--checkpoint-dir={tmp_path}"]
-    names = launch(files_after_a_bad_step, str(script), settings(script, *flags), nproc=1)
+    names = launch(checkpoints_around_a_skipped_step, str(script), settings(script, *flags), nproc=1)
     assert names == [["step_00000005.pt", "step_00000007.pt"]]
 
 
 def test_a_save_that_came_late_stays_as_the_first_of_its_interval(script, tmp_path):
     flags = ["--max-steps=14", "--warmup=1", "--save-every=2", "--keep=1", "--keep-every=4"]
     args = settings(script, *flags, f"--checkpoint-dir={tmp_path}")
-    [names] = launch(files_after_a_bad_step, str(script), args, nproc=1)
+    [names] = launch(checkpoints_around_a_skipped_step, str(script), args, nproc=1)
     assert names == [f"step_{step:08}.pt" for step in (5, 8, 12, 14)]
 
 
@@ -1819,60 +1947,75 @@ def test_a_save_that_came_late_stays_as_the_first_of_its_interval(script, tmp_pa
 
 
 def test_the_rate_rises_to_its_highest_and_falls_to_its_lowest(script):
-    factor = loaded(script).lr_factor
+    """In a warmup of ten steps it rises by a tenth each; in the 40 steps after it, it falls to 0.2."""
+    lr_factor = loaded(script).lr_factor
     args = settings(script, "--warmup=10", "--min-lr=0.2")
-    assert [factor(step, 50, args) for step in (1, 5, 10, 11, 31)] == pytest.approx([0.1, 0.5, 1, 1, 0.6])
-    assert 0.2 < factor(50, 50, args) < 0.202
+    factors = {step: lr_factor(step, 50, args) for step in (1, 5, 10, 11, 31, 50)}
+    last = factors.pop(50)
+    assert factors == pytest.approx({1: 0.1, 5: 0.5, 10: 1, 11: 1, 31: 0.6})
+    assert 0.2 < last < 0.202
 
 
 def states_before_and_after_a_resume(path, args):
-    """Of a training that is saved, and of a new one that loads it: what a few steps would not show."""
+    """Save a training, and resume it. Return the state of the one that was saved and of the one that was resumed.
+
+    A state is ({name: number}, the averaged weights).
+    """
     trainer = loaded(path)
-    states = []
-    for is_resumed in (False, True):
-        training = trainer.build_training(args, CPU)
-        checkpoints = trainer.Checkpoints(args)
-        if is_resumed:
-            checkpoints.load(training)
-        else:
-            training.scaler.scale(torch.ones(()))  # without it, the scaler has no scale yet
-            training.scaler.update(1024.0)
-            for average in training.ema.average.values():
-                trainer.local(average).fill_(0.125)
-            training.ema.num_updates = 7
-            training.step = 3
-            training.best_loss = 0.5
-            checkpoints.save(training)
+
+    def state_of(training):
+        numbers = {
+            "scale": training.scaler.get_scale(),
+            "num_updates": training.ema.num_updates,
+            "step": training.step,
+            "best_loss": training.best_loss,
+        }
         averages = [trainer.local(average).flatten().tolist() for average in training.ema.average.values()]
-        numbers = (training.scaler.get_scale(), training.ema.num_updates, training.step, training.best_loss)
-        states.append((numbers, averages))
-    return states
+        return numbers, averages
+
+    saved = trainer.build_training(args, CPU)
+    saved.scaler.scale(torch.ones(()))  # without it, the scaler has no scale yet
+    saved.scaler.update(1024.0)
+    for average in saved.ema.average.values():
+        trainer.local(average).fill_(0.125)
+    saved.ema.num_updates = 7
+    saved.step = 3
+    saved.best_loss = 0.5
+    trainer.Checkpoints(args).save(saved)
+
+    resumed = trainer.build_training(args, CPU)
+    trainer.Checkpoints(args).load(resumed)
+    return state_of(saved), state_of(resumed)
 
 
 @pytest.mark.parametrize("shard", ["--shard", "--no-shard"])
 def test_a_resume_has_the_scale_the_average_and_the_best_loss(script, tmp_path, shard):
     flags = ["--dtype=float16", "--ema=0.9", "--width=8", "--resume", shard, f"--checkpoint-dir={tmp_path}"]
-    for before, after in launch(states_before_and_after_a_resume, str(script), settings(script, *flags), nproc=2):
-        assert before[0] == (1024.0, 7, 3, 0.5)
-        assert after == before
+    states_of_ranks = launch(states_before_and_after_a_resume, str(script), settings(script, *flags), nproc=2)
+    for saved, resumed in states_of_ranks:
+        numbers, _ = saved
+        assert numbers == {"scale": 1024.0, "num_updates": 7, "step": 3, "best_loss": 0.5}
+        assert resumed == saved
 
 
-def rows_of_skips(path):
+def counts_of_skipped_steps(path, steps_are_finite):
+    """(all skipped steps, those in the present row, the longest row) after each of some steps."""
     trainer = loaded(path)
     skipped = trainer.SkippedSteps(CPU)
-    rows = []
-    for is_finite in (True, False, False, True, False):
+    counts = []
+    for is_finite in steps_are_finite:
         skipped.add(torch.tensor(is_finite))
-        rows.append((int(skipped.total), int(skipped.in_a_row), int(skipped.longest_row)))
-    return rows
+        counts.append((int(skipped.total), int(skipped.in_a_row), int(skipped.longest_row)))
+    return counts
 
 
 def test_a_good_step_ends_a_row_of_skipped_ones(script):
-    assert rows_of_skips(script) == [(0, 0, 0), (1, 1, 1), (2, 2, 2), (2, 0, 2), (3, 1, 2)]
+    counts = counts_of_skipped_steps(script, [True, False, False, True, False])
+    assert counts == [(0, 0, 0), (1, 1, 1), (2, 2, 2), (2, 0, 2), (3, 1, 2)]
 
 
-def steps_in(path, all_args):
-    """(the norm, the change of the weights) of a first step with each of these settings."""
+def norms_and_changes(path, all_args):
+    """(the norm of the gradient, the change of all weights as one vector) of a first step with each setting."""
     trainer = loaded(path)
     generator = torch.Generator().manual_seed(1)
     batch = (torch.rand(96, 64, generator=generator), torch.arange(96) % 10)
@@ -1888,54 +2031,70 @@ def steps_in(path, all_args):
 
 @pytest.mark.parametrize("max_norm", [0, 0.1])
 def test_float16_clips_the_norm_of_the_gradient_and_not_of_the_scaled_one(script, max_norm):
-    all_args = [settings(script, f"--dtype={dtype}", f"--max-norm={max_norm}") for dtype in ("float32", "float16")]
-    [[(norm, change), (norm_of_float16, change_of_float16)]] = launch(steps_in, str(script), all_args, nproc=1)
-    assert norm_of_float16 == pytest.approx(norm, rel=0.01)
-    assert (change_of_float16 - change).norm() < 0.02 * change.norm()
-    assert norm > 0.1  # so that the second one is clipped
+    in_float32 = settings(script, "--dtype=float32", f"--max-norm={max_norm}")
+    in_float16 = settings(script, "--dtype=float16", f"--max-norm={max_norm}")
+    [results] = launch(norms_and_changes, str(script), [in_float32, in_float16], nproc=1)
+    (norm_in_float32, change_in_float32), (norm_in_float16, change_in_float16) = results
+    assert norm_in_float32 > 0.1  # so a limit of 0.1 clips
+    assert norm_in_float16 == pytest.approx(norm_in_float32, rel=0.01)
+    difference = (change_in_float16 - change_in_float32).norm()
+    assert difference < 0.02 * change_in_float32.norm()
 
 
 def test_each_micro_batch_of_each_rank_has_a_dropout_of_its_own(script):
+    """Two ranks with two micro-batches each seed their dropout by four different places."""
     trainer = loaded(script)
+    args = settings(script)
     places = []
-    trainer.seed_all = lambda *place: places.append(place)
+
+    def seed_all(*place):
+        places.append(place)
+
+    trainer.seed_all = seed_all
     for rank in range(2):
         with (
-            mock.patch.object(dist, "get_rank", lambda rank=rank: rank),
-            mock.patch.object(dist, "get_world_size", lambda: 2),
+            mock.patch.object(dist, "get_rank", return_value=rank),
+            mock.patch.object(dist, "get_world_size", return_value=2),
         ):
-            for i in range(2):
-                trainer.seed_micro_batch(7, i, settings(script))
+            for number in range(2):
+                trainer.seed_micro_batch(7, number, args)
     assert places == [("step", 0, 7, number) for number in (0, 2, 1, 3)]
 
 
 def norms_and_lengths(path, all_args):
-    """(the norm, the length of the change of the weights) of a first step with each of these settings."""
+    """(the norm of the gradient, the length of the change of all weights) of a first step with each setting."""
     trainer = loaded(path)
     batch = (torch.ones(48, 64), torch.zeros(48, dtype=torch.int64))
     results = []
     for args in all_args:
         training = trainer.build_training(args, CPU)
-        before = [trainer.local(param).detach().clone() for param in training.model.parameters()]
+        before = copy_of(trainer.local(param) for param in training.model.parameters())
         _, norm = trainer.take_step(training, [batch], 1, args)
-        after = [trainer.local(param).detach() for param in training.model.parameters()]
-        square = sum((new - old).square().sum() for new, old in zip(after, before, strict=True))
+        after = copy_of(trainer.local(param) for param in training.model.parameters())
+        squares = torch.zeros(())
+        for new, old in zip(after, before, strict=True):
+            squares += (new - old).square().sum()
         if args.shard:
-            dist.all_reduce(square)
-        results.append((norm.item(), square.sqrt().item()))
+            dist.all_reduce(squares)  # each rank has a part of the weights
+        results.append((norm.item(), squares.sqrt().item()))
     return results
 
 
 def test_a_sharded_gradient_is_clipped_by_the_norm_of_the_whole(script):
-    all_args = [settings(script, "--max-norm=0.1", flag) for flag in ("--no-shard", "--shard")]
-    for of_ddp, of_fsdp in launch(norms_and_lengths, str(script), all_args, nproc=2):
+    limit = 0.1
+    learning_rate = 0.1
+    with_ddp = settings(script, f"--max-norm={limit}", "--no-shard")
+    with_fsdp = settings(script, f"--max-norm={limit}", "--shard")
+    for of_ddp, of_fsdp in launch(norms_and_lengths, str(script), [with_ddp, with_fsdp], nproc=2):
         assert of_fsdp == pytest.approx(of_ddp, rel=1e-4)
         norm, length = of_ddp
-        assert norm > 0.1  # it is clipped
-        assert length == pytest.approx(0.1 * 0.1, rel=1e-4)  # the rate times the limit
+        assert norm > limit  # so it is clipped
+        assert length == pytest.approx(learning_rate * limit, rel=1e-4)
 
 
 class TellsItsEpoch(torch.utils.data.Dataset):
+    """Each of its samples is the epoch that ``set_epoch`` was last told."""
+
     epoch = None
 
     def set_epoch(self, epoch):
@@ -1948,20 +2107,25 @@ class TellsItsEpoch(torch.utils.data.Dataset):
         return self.epoch
 
 
-def epochs_of_micro_batches(path, args, start_step):
+def epochs_of_four_steps(path, args, start_step):
+    """The epochs that the samples of four steps have."""
     trainer = loaded(path)
     batches = trainer.MicroBatches(TellsItsEpoch(), args)
-    micro_batches = trainer.islice(batches.of_map_style(start_step), 4)
-    return [set(batches.read_samples(micro_batch)) for micro_batch in micro_batches]
+    epochs = []
+    for micro_batch in trainer.islice(batches.of_map_style(start_step), 4):
+        epochs.append(set(batches.read_samples(micro_batch)))
+    return epochs
 
 
 def test_a_data_set_that_shuffles_by_epoch_hears_of_each_one(script):
+    """An epoch has two steps, of 8 of the 16 samples."""
     args = settings(script, "--batch-size=8")
-    assert launch(epochs_of_micro_batches, str(script), args, 0, nproc=1) == [[{0}, {0}, {1}, {1}]]
-    assert launch(epochs_of_micro_batches, str(script), args, 5, nproc=1) == [[{2}, {3}, {3}, {4}]]
+    assert launch(epochs_of_four_steps, str(script), args, 0, nproc=1) == [[{0}, {0}, {1}, {1}]]
+    assert launch(epochs_of_four_steps, str(script), args, 5, nproc=1) == [[{2}, {3}, {3}, {4}]]
 
 
-def kinds_of_errors(path, args):
+def error_from_rank_0(path, args):
+    """The name and message of the error that this rank raises when a function fails on rank 0."""
     trainer = loaded(path)
 
     def fail():
@@ -1974,7 +2138,7 @@ def kinds_of_errors(path, args):
 
 
 def test_an_error_of_rank_0_is_the_same_error_on_all(script):
-    errors = launch(kinds_of_errors, str(script), settings(script), nproc=2)
+    errors = launch(error_from_rank_0, str(script), settings(script), nproc=2)
     assert errors == ["NotFiniteError: step 7 is not finite"] * 2
 
 
@@ -1991,8 +2155,8 @@ def test_a_signal_prints_where_a_rank_is(script, alone):
     assert status == 1
 
 
-class Slow(torch.utils.data.Dataset):
-    """Rank 1's samples come late."""
+class SlowOnRank1(torch.utils.data.Dataset):
+    """A data set that takes rank 1 this long for each sample."""
 
     def __init__(self, seconds):
         self.seconds = seconds
@@ -2008,54 +2172,63 @@ class Slow(torch.utils.data.Dataset):
 
 
 def lines_of_a_slow_rank(path, args, seconds):
+    """What is logged of a run whose samples come late on rank 1: [{name: value}]."""
     trainer = loaded(path)
-    trainer.load_data = lambda args: (Slow(seconds), None)
-    records = []
-    try:
-        trainer.train(args, CPU, lambda args: lambda *record: records.append(record))
-    except RuntimeError as error:
-        return f"{error}"
-    return records
+
+    def load_data(args):
+        return SlowOnRank1(seconds), None
+
+    trainer.load_data = load_data
+    lines, _ = train_and_log(trainer, args)
+    return [values for _, values in lines]
 
 
 def test_a_line_names_the_rank_that_waits_for_its_data(script):
     args = settings(script, "--max-steps=6", "--warmup=1", "--batch-size=4", "--log-every=3")
-    [records, _] = launch(lines_of_a_slow_rank, str(script), args, 0.3, nproc=2)
-    assert [values["data_wait_rank"] for _, values in records] == [1, 1]
-    assert all(values["data_wait"] > 0.3 for _, values in records)
+    [lines, _] = launch(lines_of_a_slow_rank, str(script), args, 0.3, nproc=2)
+    assert [values["data_wait_rank"] for values in lines] == [1, 1]
+    assert all(values["data_wait"] > 0.3 for values in lines)
 
 
 def test_a_rank_whose_worker_hangs_is_the_one_that_fails(script):
     flags = ["--max-steps=6", "--warmup=1", "--batch-size=4", "--num-workers=1", "--patience=20"]
     with pytest.raises(RankError) as caught:
-        launch(lines_of_a_slow_rank_alone, str(script), settings(script, *flags), nproc=2)
+        launch(train_with_a_worker_that_hangs, str(script), settings(script, *flags), nproc=2)
     assert "rank 1" in str(caught.value)
     assert "DataLoader timed out after 16.0 seconds" in str(caught.value)
 
 
-def lines_of_a_slow_rank_alone(path, args):
-    found = lines_of_a_slow_rank(path, args, 40)
-    if "DataLoader timed out" in str(found):
-        raise RuntimeError(found)
+def train_with_a_worker_that_hangs(path, args):
+    """Train, with a worker of rank 1 that takes 40 seconds for a sample. Only the loader's own error is raised."""
+    try:
+        lines_of_a_slow_rank(path, args, seconds=40)
+    except RuntimeError as error:
+        if "DataLoader timed out" in str(error):
+            raise RuntimeError(str(error)) from None
 
 
 # --- what is sent, and when -------------------------------------------------------------------------------------------
 
 
 def all_reduces_of_gradients(path, args):
-    """How many times DDP sends the gradients in a step."""
+    """The numbers of the buckets of gradients that DDP sends in one step, in order."""
     trainer = loaded(path)
     training = trainer.build_training(args, CPU)
-    calls = []
+    buckets = []
 
-    def hook(state, bucket):
-        calls.append(bucket.index())
-        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
+    def first_tensor(future):
+        return future.value()[0]
 
-    training.module.register_comm_hook(None, hook)
+    def send_and_record(state, bucket):
+        """DDP calls this in place of its own all-reduce; it wants a future of the bucket's new content."""
+        buckets.append(bucket.index())
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        return work.get_future().then(first_tensor)
+
+    training.module.register_comm_hook(None, send_and_record)
     batch = (torch.ones(12, 64), torch.zeros(12, dtype=torch.int64))
     trainer.take_step(training, [batch] * args.accumulate, 1, args)
-    return calls
+    return buckets
 
 
 def test_ddp_sends_the_gradients_once_in_a_step(script):
@@ -2081,9 +2254,18 @@ class Boxes(torch.utils.data.Dataset):
         return self.images[index], self.counts[index]
 
 
-def box_losses(path, args):
-    """({step: loss}, the metrics) of a run with two losses that count different things."""
+def losses_of_boxes(path, args):
+    """Train with two losses that count different things: images and boxes.
+
+    Returns ({step: loss}, the metrics of the last validation).
+    """
     trainer = loaded(path)
+
+    def load_data(args):
+        return Boxes(60), Boxes(23)
+
+    def build_model(args):
+        return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 2))
 
     def loss_sums(model, batch, args):
         images, counts = batch
@@ -2092,99 +2274,131 @@ def box_losses(path, args):
         boxes = ((outputs[:, 1] - 2).square() * counts).sum()
         return {"loss": [(classes, len(images)), (boxes, counts.sum())], "box_loss": (boxes, counts.sum())}
 
+    def evaluate(model, batches, args):
+        return {"batches": float(len(list(batches)))}
+
+    trainer.load_data = load_data
+    trainer.build_model = build_model
     trainer.loss_sums = loss_sums
-    trainer.load_data = lambda args: (Boxes(60), Boxes(23))
-    trainer.build_model = lambda args: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 2))
-    trainer.evaluate = lambda model, batches, args: {"batches": float(len(list(batches)))}
-    records = []
-    _, metrics = trainer.train(args, CPU, lambda args: lambda *record: records.append(record))
-    return {step: values["loss"] for step, values in records if "norm" in values}, metrics
+    trainer.evaluate = evaluate
+    lines, metrics = train_and_log(trainer, args)
+    losses = {step: values["loss"] for step, values in lines if is_of_training(values)}
+    return losses, metrics
 
 
 def test_two_losses_with_different_counts_are_exact_over_micro_batches_and_ranks(script):
+    """All ways to cut a batch of 12 into four micro-batches have the same losses."""
     flags = ["--max-steps=10", "--warmup=1", "--batch-size=12", "--log-every=1"]
+    ways = [  # (ranks, flags)
+        (1, ["--accumulate=4"]),
+        (2, ["--accumulate=2"]),
+        (4, []),
+        (2, ["--accumulate=2", "--shard"]),
+    ]
     runs = []
-    for ranks, more in [(1, ["--accumulate=4"]), (2, ["--accumulate=2"]), (4, []), (2, ["--accumulate=2", "--shard"])]:
-        runs.append(launch(box_losses, str(script), settings(script, *flags, *more), nproc=ranks)[0])
+    for ranks, more_flags in ways:
+        args = settings(script, *flags, *more_flags)
+        run_of_rank_0, *_ = launch(losses_of_boxes, str(script), args, nproc=ranks)
+        runs.append(run_of_rank_0)
+
+    losses_of_one_rank, metrics_of_one_rank = runs[0]
     for losses, metrics in runs:
-        assert losses == pytest.approx(runs[0][0], rel=1e-5)
-        assert metrics["val_loss"] == pytest.approx(runs[0][1]["val_loss"], rel=1e-5)
+        assert losses == pytest.approx(losses_of_one_rank, rel=1e-5)
+        assert metrics["val_loss"] == pytest.approx(metrics_of_one_rank["val_loss"], rel=1e-5)
         assert metrics["val_batches"] >= 1
 
 
 def test_there_may_be_no_validation_set(script):
     def load_data(args):
-        return [(torch.zeros(64), 0)] * 200, None
+        return blank_samples(200), None
 
+    replacements = {"load_data": load_data}
     args = settings(script, "--max-steps=12", "--batch-size=20")
-    assert launch(errors_of, str(script), [args], {"load_data": load_data}, nproc=2) == [["none"]] * 2
+    assert launch(errors_of, str(script), [args], replacements, nproc=2) == [["none"]] * 2
     args = settings(script, "--max-steps=12", "--keep-best")
-    [[error]] = launch(errors_of, str(script), [args], {"load_data": load_data}, nproc=1)
+    [[error]] = launch(errors_of, str(script), [args], replacements, nproc=1)
     assert error == "UsageError: --keep-best needs a validation set."
 
 
 # --- workers, the average, the best -----------------------------------------------------------------------------------
 
 
-def events_of(path, args):
-    """What a run does, in order: forks, and calls that communicate."""
+def forks_and_collectives(path, args):
+    """Train, and return what happened in order: "fork" for each fork, "collective" for each call that communicates."""
     trainer = loaded(path)
     events = []
-    os.register_at_fork(before=lambda: events.append("fork"))
 
-    def noted(call):
-        return lambda *given, **named: events.append("collective") or call(*given, **named)
+    def record_fork():
+        events.append("fork")
 
-    class NotedDDP(trainer.DDP):
-        def __init__(self, *given, **named):
+    def recording(call):
+        """The same call, which is recorded first."""
+
+        def recorded(*arguments, **options):
             events.append("collective")
-            super().__init__(*given, **named)
+            return call(*arguments, **options)
 
+        return recorded
+
+    class RecordedDDP(trainer.DDP):
+        def __init__(self, *arguments, **options):
+            events.append("collective")
+            super().__init__(*arguments, **options)
+
+    os.register_at_fork(before=record_fork)
     names = ("all_reduce", "broadcast", "broadcast_object_list", "new_group")
-    calls = {name: noted(getattr(dist, name)) for name in names}
-    with mock.patch.multiple(dist, **calls), mock.patch.object(trainer, "DDP", NotedDDP):
+    calls = {name: recording(getattr(dist, name)) for name in names}
+    with mock.patch.multiple(dist, **calls), mock.patch.object(trainer, "DDP", RecordedDDP):
         trainer.train(args, CPU)
     return events
 
 
 def test_no_worker_is_forked_beside_a_collective(script, tmp_path):
-    args = settings(
-        script, "--max-steps=4", "--warmup=2", "--val-every=2", "--num-workers=2", f"--checkpoint-dir={tmp_path}"
-    )
-    for events in launch(events_of, str(script), args, nproc=2):
+    """Each rank forks its four workers, two for training and two for validations, before it communicates."""
+    flags = ["--max-steps=4", "--warmup=2", "--val-every=2", "--num-workers=2", f"--checkpoint-dir={tmp_path}"]
+    for events in launch(forks_and_collectives, str(script), settings(script, *flags), nproc=2):
         assert events[:4] == ["fork"] * 4
         assert set(events[4:]) == {"collective"}
         assert len(events) > 20
 
 
 def train_with_an_average(path, args):
-    """({step: validation loss} of a run, the loss of the averaged model in the file of its weights)."""
+    """({step: validation loss} of a run, the validation loss of the averaged weights that it has left in a file)."""
     trainer = loaded(path)
-    log = []
-    trainer.train(args, CPU, lambda args: lambda *record: log.append(record))
-    validated = {step: values["val_loss"] for step, values in log if "val_loss" in values}
-    average = trainer.build_model(args)
-    average.load_state_dict(torch.load(trainer.Path(args.checkpoint_dir, "weights.pt"), weights_only=True))
-    _, (images, labels) = (data.tensors for data in trainer.load_data(args))
-    loss = nn.functional.cross_entropy(average.eval()(images), labels).item()
-    return validated, loss
+    lines, _ = train_and_log(trainer, args)
+    val_losses = {step: values["val_loss"] for step, values in lines if "val_loss" in values}
+    model = trainer.build_model(args)
+    model.load_state_dict(torch.load(Path(args.checkpoint_dir, "weights.pt"), weights_only=True))
+    return val_losses, validation_loss(trainer, model, args)
+
+
+def validation_loss(trainer, model, args):
+    """The mean loss of a model over the validation set, in one batch."""
+    _, val_set = trainer.load_data(args)
+    images, labels = val_set.tensors
+    logits = model.eval()(images)
+    return nn.functional.cross_entropy(logits, labels).item()
 
 
 @pytest.mark.parametrize("shard", ["--shard", "--no-shard"])
 def test_the_average_is_validated_and_the_best_is_kept(script, tmp_path, shard):
     flags = ["--max-steps=12", "--warmup=2", "--val-every=3", "--ema=0.9", "--keep-best", "--lr=0.5", shard]
     args = settings(script, *flags, f"--checkpoint-dir={tmp_path}")
-    [(validated, loss), *_] = launch(train_with_an_average, str(script), args, nproc=2)
-    assert list(validated) == [3, 6, 9, 12]
-    assert validated[12] == pytest.approx(loss, rel=1e-4)
+    [(val_losses, loss_of_average), _] = launch(train_with_an_average, str(script), args, nproc=2)
+    assert list(val_losses) == [3, 6, 9, 12]
+    assert val_losses[12] == pytest.approx(loss_of_average, rel=1e-4)
+
     best = torch.load(tmp_path / "best.pt", weights_only=True)
-    assert best["best_loss"] == min(validated.values()) == validated[best["step"]]
     assert sorted(best) == ["best_loss", "model", "step"]
-    measured = launch(loss_of_weights, str(script), args, str(tmp_path / "best.pt"), nproc=1)
-    assert measured == [pytest.approx(best["best_loss"], rel=1e-4)]
-    newest = torch.load(tmp_path / "step_00000012.pt", weights_only=True)
-    weights = loaded(script).read_weights(str(tmp_path / "step_00000012.pt"))
-    assert all(torch.equal(weights[name], average) for name, average in newest["ema"].items())
+    assert best["best_loss"] == min(val_losses.values())
+    assert best["best_loss"] == val_losses[best["step"]]
+    [loss_of_best] = launch(loss_of_weights, str(script), args, str(tmp_path / "best.pt"), nproc=1)
+    assert loss_of_best == pytest.approx(best["best_loss"], rel=1e-4)
+
+    newest = tmp_path / "step_00000012.pt"
+    weights = loaded(script).read_weights(str(newest))  # as --init-from does
+    for name, average in torch.load(newest, weights_only=True)["ema"].items():
+        assert torch.equal(weights[name], average), name
 
 
 def loss_of_weights(path, args, file):
@@ -2192,57 +2406,74 @@ def loss_of_weights(path, args, file):
     trainer = loaded(path)
     model = trainer.build_model(args)
     trainer.load_first_weights(model, file)
-    _, (images, labels) = (data.tensors for data in trainer.load_data(args))
-    return nn.functional.cross_entropy(model.eval()(images), labels).item()
+    return validation_loss(trainer, model, args)
 
 
 # --- the speed, the log, a compiler -----------------------------------------------------------------------------------
 
 
-def speeds_by_a_slow_clock(path, args):
-    """The speeds that a run prints if a step takes a second, on a queue, and a validation or a save an hour.
+def speeds_on_a_pretended_device(path, args):
+    """Train on a pretended device, and return [(step, the samples per second that are logged)].
 
-    In each question whether to stop, the host waits for another rank while the device works.
+    - A step puts one second of work into the device's queue, and the host does not wait for it.
+    - A validation or a save takes the host an hour.
+    - When the host asks the other ranks whether to stop, it waits, and the device works off its queue meanwhile.
     """
     trainer = loaded(path)
     device = Device()
-    records = []
 
-    def step(*arguments):
+    def take_step(training, micro_batches, step, args):
         device.step()
-        return torch.ones(2, 2, dtype=torch.float64), device  # the norm, which is on the device
+        sums_and_counts = torch.ones(2, 2, dtype=torch.float64)
+        norm = device  # a number on the device: norm.item() waits for the queue
+        return sums_and_counts, norm
 
-    def evaluate(*arguments):
+    def save(checkpoints, training):
+        device.hour()
+
+    def validate(*arguments):
         device.hour()
         return {"val_loss": 1.0}
 
-    def agreed(stop):
+    def ask_whether_to_stop(stop_request):
         device.wait()
 
-    trainer.time = device
-    trainer.take_step = step
-    trainer.Checkpoints.save = device.hour
-    trainer.validate = evaluate
-    trainer.stop_if_diverged = lambda *arguments: None
-    trainer.SkippedSteps.add = lambda *arguments: None
-    trainer.LossModule.means = lambda module, totals: {"loss": 1.0}
-    trainer.StopRequest.agreed = agreed
-    trainer.train(args, CPU, lambda args: lambda *record: records.append(record))
-    return [(step, values["samples/s"]) for step, values in records if "samples/s" in values]
+    def do_nothing(*arguments):
+        pass
+
+    def mean_losses(loss_module, totals):
+        return {"loss": 1.0}
+
+    trainer.time = device  # its perf_counter and monotonic are the host's clock
+    trainer.take_step = take_step
+    trainer.Checkpoints.save = save
+    trainer.validate = validate
+    trainer.StopRequest.agreed = ask_whether_to_stop
+    trainer.stop_if_diverged = do_nothing
+    trainer.SkippedSteps.add = do_nothing
+    trainer.LossModule.means = mean_losses
+    lines, _ = train_and_log(trainer, args)
+    return [(step, values["samples/s"]) for step, values in lines if "samples/s" in values]
 
 
 def test_the_speed_is_that_of_steps_alone(script, tmp_path):
-    """A clock that is read before the device is done counts the steps in its queue as a save's, or as a wait's."""
+    """A step of ten samples takes a second, so the speed is 10 samples/s, whatever else takes time.
+
+    A clock that is read before the device is done counts the steps in its queue as a save's, or as a wait's.
+    """
     flags = ["--batch-size=10", "--max-steps=20", "--log-every=4", "--save-every=3", "--val-every=7"]
     args = settings(script, *flags, f"--checkpoint-dir={tmp_path}")
-    [speeds] = launch(speeds_by_a_slow_clock, str(script), args, nproc=1)
-    assert speeds == [(step, 10) for step in (4, 8, 12, 16, 20)]
+    [speeds] = launch(speeds_on_a_pretended_device, str(script), args, nproc=1)
+    assert speeds == [(4, 10), (8, 10), (12, 10), (16, 10), (20, 10)]
 
 
 def test_a_line_has_tokens_and_the_part_of_the_gpus_peak(script):
+    """Each of the 12 samples of a step counts two tokens, and an epoch of 60 samples has five steps."""
     args = settings(script, "--max-steps=12", "--log-every=12", "--peak-tflops=1e-3", "--batch-size=12")
     [[line]] = launch(lines_of_boxes, str(script), args, nproc=1)
-    assert line["mfu"] == pytest.approx(6 * 58 * line["tokens/s"] / 1e9)
+    num_parameters = 58
+    flops_per_second = 6 * num_parameters * line["tokens/s"]
+    assert line["mfu"] == pytest.approx(flops_per_second / 1e9)
     assert line["tokens/s"] == pytest.approx(2 * line["samples/s"])
     assert line["eta_min"] == 0
     assert line["epoch"] == pytest.approx(12 / 5)
@@ -2250,70 +2481,116 @@ def test_a_line_has_tokens_and_the_part_of_the_gpus_peak(script):
 
 
 def lines_of_boxes(path, args):
+    """What is logged of the steps of a run with two tokens a sample."""
     trainer = loaded(path)
-    trainer.loss_sums = lambda model, batch, args: {"loss": (model(batch[0]).square().sum(), 2 * len(batch[0]))}
-    trainer.load_data = lambda args: (Boxes(60), Boxes(23))
-    trainer.build_model = lambda args: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-    records = []
-    trainer.train(args, CPU, lambda args: lambda *record: records.append(record))
-    return [values for _, values in records if "norm" in values]
+
+    def load_data(args):
+        return Boxes(60), Boxes(23)
+
+    def build_model(args):
+        return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+
+    def loss_sums(model, batch, args):
+        images, _ = batch
+        num_tokens = 2 * len(images)
+        return {"loss": (model(images).square().sum(), num_tokens)}
+
+    trainer.load_data = load_data
+    trainer.build_model = build_model
+    trainer.loss_sums = loss_sums
+    lines, _ = train_and_log(trainer, args)
+    return [values for _, values in lines if is_of_training(values)]
+
+
+OPEN_LOG_OF_PROCESS = """def open_log(args):
+    file = open(f"log{os.getpid()}", "w")
+
+    def log(step, values):
+        print(step, *values, file=file, flush=True)
+
+    return log
+
+
+"""
 
 
 def test_a_logger_has_one_run(script, alone, tmp_path):
+    """Of two ranks one opens a log, and the trainer's own log is a table of (step, name, value)."""
     text = script.read_text()
-    old = text[text.index("def open_log(args") : text.index("def evaluate(")]
-    new = "def open_log(args):\n    file = open(f'log{os.getpid()}', 'w')\n"
-    new += "    return lambda step, values: print(step, *values, file=file, flush=True)\n\n\n"
+    own_open_log = text[text.index("def open_log(args") : text.index("def evaluate(")]
     copy = tmp_path / "train.py"
-    copy.write_text(text.replace(old, new))
+    copy.write_text(text.replace(own_open_log, OPEN_LOG_OF_PROCESS))
     flags = ["--max-steps=4", "--warmup=2", "--log-every=2", "--log-to=csv", "--log-folder=logs"]
     status, _, errors, _ = forked(script_on_ranks(copy, 2, *flags), alone)
     assert status == 0, errors
+
     [log] = tmp_path.glob("log[0-9]*")
-    steps = [line.split()[:2] for line in log.read_text().splitlines()]
-    assert steps == [["2", "loss"], ["4", "loss"], ["4", "val_loss"]]
+    steps_and_first_names = [line.split()[:2] for line in log.read_text().splitlines()]
+    assert steps_and_first_names == [["2", "loss"], ["4", "loss"], ["4", "val_loss"]]
+
     with open(tmp_path / "logs" / "log.csv") as file:
         rows = list(csv.reader(file))
-    assert [step for step, name, _ in rows if name in ("loss", "val_loss")] == ["2", "4", "4"]
+    steps_with_a_loss = [step for step, name, _ in rows if name in ("loss", "val_loss")]
+    assert steps_with_a_loss == ["2", "4", "4"]
     assert all(float(value) >= 0 for _, _, value in rows)
 
 
 def ids_of_wandb(path, all_args):
-    """The ids under which each run would go on at Weights & Biases."""
+    """The id that each run gives to ``wandb.init``. Two runs with one id are one at Weights & Biases."""
     trainer = loaded(path)
     ids = []
-    run = SimpleNamespace(log=lambda values, step: None)
-    sys.modules["wandb"] = SimpleNamespace(init=lambda id, **options: ids.append(id) or run)
+
+    def log(values, step):
+        pass
+
+    def init(id, **options):
+        ids.append(id)
+        return SimpleNamespace(log=log)
+
+    sys.modules["wandb"] = SimpleNamespace(init=init)
     for args in all_args:
         trainer.open_loggers(args)
     return ids
 
 
 def test_each_run_has_an_id_of_its_own_at_wandb_and_a_resumed_one_keeps_it(script, tmp_path):
-    folders = [str(tmp_path / "a"), str(tmp_path / "a"), str(tmp_path / "b"), ""]
-    all_args = [settings(script, "--log-to=wandb", f"--checkpoint-dir={folder}") for folder in folders]
-    all_args.insert(1, settings(script, "--log-to=wandb", f"--checkpoint-dir={folders[0]}", "--resume"))
-    all_args[-1].log_folder = str(tmp_path / "runs")
-    [ids] = launch(ids_of_wandb, str(script), all_args, nproc=1)
-    assert ids[0] == ids[1]
-    assert len(set(ids)) == 4
+    def with_wandb(*flags):
+        return settings(script, "--log-to=wandb", *flags)
+
+    first_folder = f"--checkpoint-dir={tmp_path / 'a'}"
+    first = with_wandb(first_folder)
+    resumed = with_wandb(first_folder, "--resume")
+    in_the_same_folder = with_wandb(first_folder)
+    in_another_folder = with_wandb(f"--checkpoint-dir={tmp_path / 'b'}")
+    without_checkpoints = with_wandb(f"--log-folder={tmp_path / 'runs'}")
+    all_args = [first, resumed, in_the_same_folder, in_another_folder, without_checkpoints]
+    [[first_id, resumed_id, *other_ids]] = launch(ids_of_wandb, str(script), all_args, nproc=1)
+    assert resumed_id == first_id
+    assert len({first_id, *other_ids}) == 4
 
 
-def lines_after_a_log_that_fails(path, args):
+def steps_with_a_log_that_fails(path, args):
+    """(the steps that the log is called with, the last step of the run), with a log whose disk is full."""
     trainer = loaded(path)
-    steps = []
+    logged_steps = []
 
     def log(step, values):
-        steps.append(step)
+        logged_steps.append(step)
         raise OSError(28, "No space left on device")
 
-    _, metrics = trainer.train(args, CPU, lambda args: log)
-    return steps, metrics["step"]
+    def open_log(args):
+        return log
+
+    _, metrics = trainer.train(args, CPU, open_log)
+    return logged_steps, metrics["step"]
 
 
 def test_a_log_that_fails_does_not_end_the_run(script):
+    """The log is not called again after it has failed at step 4."""
     args = settings(script, "--max-steps=12", "--log-every=4")
-    assert launch(lines_after_a_log_that_fails, str(script), args, nproc=1) == [([4], 12)]
+    [(logged_steps, last_step)] = launch(steps_with_a_log_that_fails, str(script), args, nproc=1)
+    assert logged_steps == [4]
+    assert last_step == 12
 
 
 def test_the_docstring_says_how_to_leave_time_for_a_save(script):
