@@ -215,7 +215,7 @@ def the_check_finds_no_difference(text: str) -> str:
     return swap(text, "(found[name] - reference).abs().max()", "(reference - reference).abs().max()")
 
 
-@lie("07", "norm|SequenceParallel", module="torch.distributed.tensor.parallel.style")
+@lie("07", "norm|[Ss]equence ?[Pp]arallel", module="torch.distributed.tensor.parallel.style")
 def sequence_parallel_does_nothing(module: Any) -> None:
     """`SequenceParallel` leaves its layer as it was."""
     replace(module.SequenceParallel, "_apply", lambda self, layer, mesh: layer)
