@@ -480,9 +480,8 @@ class Record:
     saves: dict[str, Save] = field(default_factory=dict)  # by the file's path
     # What the script's own code communicates, and not DDP, fully_shard or another part of torch for it:
     sends_large_tensors: bool = False  # whether it sends tensors that may be gradients or weights
-    sizes_of_small_tensors: set[int] = field(
-        default_factory=set
-    )  # the numbers of elements of the small tensors that it sends
+    # The numbers of elements of the small tensors that it sends:
+    sizes_of_small_tensors: set[int] = field(default_factory=set)
     averages_gradients: bool = False  # whether it sends the gradient of each parameter before a step
     findings: list[Finding] = field(default_factory=list)  # of which one rank can be certain alone
     failures: list[str] = field(default_factory=list)  # tracebacks of this check itself

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from helpers.figures.drawing import INK, boxes, canvas, figure, rank_color, style
+from helpers.figures.drawing import INK, Rectangle, boxes, canvas, figure, rank_color, style
 
 # All sizes and positions below are in pixels, and y grows downwards.
 
@@ -45,9 +45,6 @@ ROW = 42  # from one rank's cells to the next rank's
 CELL_HEIGHT = 32
 CELL_GAP = 4
 WIDEST_CELL = 140
-
-
-Rectangle = tuple[float, float, float, float]  # x and y of its upper left corner, width, height
 
 
 @style()

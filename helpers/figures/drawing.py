@@ -113,8 +113,11 @@ def canvas(width: float, height: float) -> tuple[Figure, Axes]:
     return fig, ax
 
 
-def boxes(ax: Axes, rectangles: Sequence[tuple[float, float, float, float]], **look: Any) -> None:
-    """Draw rectangles, [(x, y, width, height)], that look alike. They become one path, which keeps the SVG small."""
+Rectangle = tuple[float, float, float, float]  # x and y of its upper left corner, width, height
+
+
+def boxes(ax: Axes, rectangles: Sequence[Rectangle], **look: Any) -> None:
+    """Draw rectangles that look alike. They become one path, which keeps the SVG small."""
     paths = []
     for x, y, width, height in rectangles:
         right = x + width

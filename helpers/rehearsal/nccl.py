@@ -286,13 +286,13 @@ def perform(original: Callable[..., Any], name: str, group: Any, nccl: Pretended
 
     # These two take lists of tensors. With NCCL the tensors of a list may have different sizes, and with gloo they may
     # not. So such lists are sent as parts of one tensor.
-    if name == "alltoall":
-        outputs, inputs = args[:2]
-        return all_to_all_of_lists(nccl, tensors_in([outputs]), tensors_in([inputs]))
-    if name == "allgather":
+    if name in ("alltoall", "allgather"):
         outputs = tensors_in(args[:1])
+        inputs = tensors_in(args[1:2])
+        if name == "alltoall":
+            return all_to_all_of_lists(nccl, outputs, inputs)
         if have_different_sizes(outputs):
-            return all_gather_of_different_sizes(nccl, outputs, inputs=tensors_in(args[1:2]))
+            return all_gather_of_different_sizes(nccl, outputs, inputs)
     return original(group, *args, **kwargs)
 
 
