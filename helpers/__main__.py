@@ -24,8 +24,8 @@ WITH_FLAGS = ("run", "rehearse")  # commands that pass flags on to a script, aft
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Read a command line, which comes without the program's name. Wrong usage raises SystemExit(2).
 
-    Returns the command's arguments and, if it runs a script, the flags for the script. ``args.main`` is the function
-    that carries the command out: it takes both.
+    Returns the command's arguments and the flags for a script, which are empty for commands that run none. The function
+    that carries the command out is ``args.main``, and is called as ``args.main(args, flags)``.
     """
     parser = Parser(
         prog="python -m helpers",
@@ -42,8 +42,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         arguments = arguments[:dashes]
     args, unrecognized = parser.parse_known_args(arguments)
     if args.command in WITH_FLAGS:
-        # These commands have an argument `flags`, for their help alone: the script's flags were taken off above. What
-        # argparse has put there was written without the two dashes.
+        # These commands have an argument `flags` only so that their help shows it. The script's flags, after the two
+        # dashes, were taken off above. So what argparse has put into `flags` was written without the dashes.
         without_dashes = [*unrecognized, *args.flags]
         if without_dashes:
             message = f"put two dashes before the script's flags: -- {' '.join(without_dashes)}"
@@ -100,16 +100,15 @@ def main(arguments: list[str]) -> int:
     try:
         sys.stdout.flush()  # what a command has printed may be written only now, to a file or a pipe
     except OSError as error:
-        has_failed_before = status != 0  # then the command has said why
-        if not has_failed_before:
+        if status == 0:  # otherwise the command has failed before, and has said why
             return status_of_failed_output(error)
     return status
 
 
 def main_and_exit() -> None:
-    """Run this process's command line, and leave without Python's own end.
+    """Run this process's command line, and end the process at once.
 
-    That end waits for threads, and those of a process group that has failed may never finish.
+    Python's usual end waits for threads, and those of a process group that has failed may never finish.
     """
     try:
         status = main(sys.argv[1:])
