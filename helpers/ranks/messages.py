@@ -188,11 +188,15 @@ def choose_line(next_lines: Mapping[int, str], remaining: Sequence[Counter[str]]
 
 def label(ranks: list[int]) -> str:
     """``rank 2``, ``ranks 0-3`` or ``ranks 0, 2`` for a list of ranks in order."""
+    first = ranks[0]
+    last = ranks[-1]
     if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if ranks == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]}-{ranks[-1]}"
-    return "ranks " + ", ".join(map(str, ranks))
+        return f"rank {first}"
+    has_no_gap = ranks == list(range(first, last + 1))
+    if has_no_gap:
+        return f"ranks {first}-{last}"
+    numbers = ", ".join(str(rank) for rank in ranks)
+    return f"ranks {numbers}"
 
 
 def tidy(text: str) -> str:
