@@ -60,7 +60,7 @@ class StopRequest:
         return self.signal_name
 
     def agreed_now(self) -> str | None:
-        """As ``agreed``, but wait for all ranks, and count signals that have just come."""
+        """As ``agreed``, but wait for all ranks, and count what has just come."""
         if self.answer() is None:
             self.ask()
         return self.answer()
