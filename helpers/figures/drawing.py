@@ -274,8 +274,8 @@ def figure_html(views: str, caption: str = "", controls: str = "", script: str =
     figcaption = ""
     if caption:
         text = html.escape(caption, quote=False)
-        text = re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
-        text = re.sub(r"\*(\w[^*]*\w)\*", r"<em>\1</em>", text)
+        text = re.sub(r"`([^`]+)`", r"<code>\1</code>", text)  # `no_sync`
+        text = re.sub(r"\*(\w[^*]*\w)\*", r"<em>\1</em>", text)  # *all ranks*, but not 2 * 3 * 4
         figcaption = f"<figcaption>{text}</figcaption>"
     return (
         f'<figure class="wso"><style>{STYLE_SHEET}</style>{controls}{views}'

@@ -67,10 +67,9 @@ def tidy(name: str, value: str) -> str:
     if name == "style":
         value = without_font(value)
     if name in DIGITS:
-        digits = DIGITS[name]
-        value = NUMBER.sub(lambda number: rounded(number[0], digits), value)
+        value = with_rounded_numbers(value, DIGITS[name])
     value = " ".join(value.split())
-    value = re.sub(r"rotate\(-?0 [^)]*\)", "", value)  # a rotation by 0 degrees does nothing
+    value = re.sub(r"rotate\(-?0 [^)]*\)", "", value)  # "rotate(-0 12 34)", by 0 degrees, does nothing
     is_path = name == "d"
     if is_path:
         # The commands M, L, H, V and z mean: move to, line to, horizontal line, vertical line, close the path.
@@ -90,6 +89,15 @@ def without_font(style: str) -> str:
         if rule and not rule.startswith("font-family:"):
             rules.append(re.sub(r":\s*", ":", rule, count=1))
     return ";".join(rules)
+
+
+def with_rounded_numbers(text: str, digits: int) -> str:
+    """A text in which each number has at most so many digits after the point: ``M 1 2.5`` for ``M 1.04 2.5``."""
+
+    def round_match(match: re.Match[str]) -> str:
+        return rounded(match[0], digits)
+
+    return NUMBER.sub(round_match, text)
 
 
 def rounded(number: str, digits: int) -> str:

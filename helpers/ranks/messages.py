@@ -182,8 +182,8 @@ def choose_line(next_lines: Mapping[int, str], remaining: Sequence[Counter[str]]
                 is_printed_later = True
         if not is_printed_later:
             return line
-    first_rank = next(iter(next_lines))
-    return next_lines[first_rank]
+    lines = list(next_lines.values())
+    return lines[0]
 
 
 def label(ranks: list[int]) -> str:

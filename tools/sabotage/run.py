@@ -258,7 +258,7 @@ def read_record() -> list[dict[str, str]]:
 def label(chapter: str) -> str:
     """What the record calls a chapter: its number, such as 4 or 10b, or the name of a page of the appendix."""
     if chapter[0].isdigit():
-        return re.sub(r"^0(?=\d)", "", chapter)
+        return re.sub(r"^0(?=\d)", "", chapter)  # 4 for 04
     return chapter.replace("_", " ")
 
 
