@@ -102,7 +102,7 @@ def test_the_page_answers_as_python_does(visit):
 
 
 def test_a_change_during_a_ranking_is_answered_before_the_ranking_would_end(visit):
-    """Until then, what belongs to the old inputs is greyed. Thousands of layouts are ranked here, which takes seconds."""
+    """Until then, the answer to the old inputs is greyed. Thousands of layouts are ranked here, which takes seconds."""
     page = visit(PAGE)
     page.fill("[name=gpus]", "1024")
     page.wait_for_function("document.querySelector('.planner-status').textContent == 'Ranking all layouts …'")
