@@ -17,51 +17,59 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # importing it take
 pytestmark = pytest.mark.ranks
 
 
-def steps_until_stopped():
-    """(after how many steps this rank stopped, the signal's name). Rank 1 gets the signal in step 7."""
+def signal_rank_1_in_step_7():
+    """Return the step at which this rank stopped, and the name of the signal for which it did."""
     stop = StopRequest()
     for step in range(1, 50):
         if dist.get_rank() == 1 and step == 7:
             os.kill(os.getpid(), signal.SIGUSR1)
         if stop.agreed():
-            break
-    return step, stop.signal_name
+            return {"stopped at": step, "by": stop.signal_name}
 
 
 def test_a_signal_to_one_rank_stops_all_ranks_one_step_later():
-    assert launch(steps_until_stopped, nproc=3) == [(8, "SIGUSR1")] * 3
+    results = launch(signal_rank_1_in_step_7, nproc=3)
+    assert results == [{"stopped at": 8, "by": "SIGUSR1"}] * 3
 
 
-def answers_after_the_signal():
-    """What a rank hears whose start came after Slurm's signal. Only rank 1's clock is that late."""
+def two_answers_after_the_time_to_stop():
+    """Return a rank's first two answers, if STOP_AT is over on rank 1's clock before the ranks start.
+
+    An answer is read one call after the ranks were asked, so the first one is always None.
+    """
     if dist.get_rank() == 1:
         os.environ["STOP_AT"] = str(time.time() - 1)
     else:
         os.environ["STOP_AT"] = str(time.time() + 1000)
     stop = StopRequest()
-    return stop.agreed(), stop.agreed()
+    first = stop.agreed()
+    second = stop.agreed()
+    return [first, second]
 
 
 def test_ranks_that_start_after_the_signal_stop_by_the_clock():
-    assert launch(answers_after_the_signal, nproc=2) == [(None, "SIGUSR1")] * 2
+    answers = launch(two_answers_after_the_time_to_stop, nproc=2)
+    assert answers == [[None, "SIGUSR1"]] * 2
 
 
-def answers_at_once():
-    """What ``agreed_now`` says before and after rank 1 has got a signal, and whether it leaves a reduction running."""
+def ask_before_and_after_a_signal():
+    """Return what ``agreed_now`` says before and after rank 1 gets a signal, and the reduction that is left running."""
     stop = StopRequest()
     before = stop.agreed_now()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGTERM)
     dist.barrier()
-    return before, stop.agreed_now(), stop.reduction
+    after = stop.agreed_now()
+    return {"before": before, "after": after, "reduction": stop.reduction}
 
 
 def test_ranks_may_wait_for_an_answer_that_counts_now():
-    assert launch(answers_at_once, nproc=2) == [(None, "SIGTERM", None)] * 2
+    answers = launch(ask_before_and_after_a_signal, nproc=2)
+    assert answers == [{"before": None, "after": "SIGTERM", "reduction": None}] * 2
 
 
-def error_of_an_impatient_rank():
-    """What rank 0 raises, which waits a second for rank 1, although a signal has asked both to stop."""
+def wait_a_second_for_rank_1():
+    """Rank 1 never asks, so rank 0 waits for it in its second call, although a signal has told both to stop."""
     stop = StopRequest(patience=1)
     os.kill(os.getpid(), signal.SIGTERM)
     if dist.get_rank() == 1:
@@ -72,4 +80,4 @@ def error_of_an_impatient_rank():
 
 def test_patience_is_how_long_a_rank_waits_for_another():
     with pytest.raises(RuntimeError, match="Timed out waiting 1000ms"):
-        launch(error_of_an_impatient_rank, nproc=2)
+        launch(wait_a_second_for_rank_1, nproc=2)

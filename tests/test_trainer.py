@@ -36,8 +36,13 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # importing it take
 pytestmark = pytest.mark.ranks
 
 NOTEBOOK = find_notebook("11")
-SEVEN = ["add_flags", "load_data", "collate", "build_model", "build_optimizer", "loss_sums", "open_log"]
+FUNCTIONS_TO_REPLACE = ["add_flags", "load_data", "collate", "build_model", "build_optimizer", "loss_sums", "open_log"]
 CPU = torch.device("cpu")
+
+
+# The first lines with which the script loads data, and with which it looks for a checkpoint.
+LOADS_DATA = '    path = "sklearn/datasets/data/digits.csv.gz"\n'
+CHOOSES_CHECKPOINT = "    paths = list_checkpoints(folder)\n    if not paths and"
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +51,8 @@ def script(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
+def environment(tmp_path_factory):
+    """The environment variables of a user's run, in which the script cannot import this project."""
     return stand_alone(tmp_path_factory.mktemp("path"))
 
 
@@ -56,10 +62,10 @@ def settings(script, *flags):
         return loaded(script).parse_args()
 
 
-def changed(script, folder, old, new, count=1):
-    """A copy of the script in which a text is replaced."""
+def changed(script, folder, old, new):
+    """The path of a copy of the script, in this folder, in which a text that it has once is replaced."""
     text = script.read_text()
-    assert text.count(old) == count, old
+    assert text.count(old) == 1, old
     folder.mkdir(exist_ok=True)
     path = folder / "train.py"
     path.write_text(text.replace(old, new))
@@ -67,9 +73,9 @@ def changed(script, folder, old, new, count=1):
 
 
 def errors_of(path, all_args, replacements=None):
-    """The name and message of the error that ends each run, with these functions in place of the script's own.
+    """Train with each of these settings. Returns the name and message of the error that ends each run, or "none".
 
-    "none" if a run ends without an error.
+    ``replacements`` are functions to take in place of the script's own: {name: function}.
     """
     trainer = loaded(path)
     for name, function in (replacements or {}).items():
@@ -85,8 +91,20 @@ def errors_of(path, all_args, replacements=None):
     return errors
 
 
+def errors_on_ranks(script, nproc, args, replacements=None):
+    """Train on some ranks. Returns for each rank the name and message of the error that ends the run, or "none"."""
+    errors_of_ranks = launch(errors_of, str(script), [args], replacements, nproc=nproc)
+    return [error for [error] in errors_of_ranks]
+
+
+def error_on_one_rank(script, args, replacements=None):
+    """Train on one rank. Returns the name and message of the error that ends the run, or "none"."""
+    [error] = errors_on_ranks(script, 1, args, replacements)
+    return error
+
+
 def train_and_log(trainer, args):
-    """Train, and return (what was logged: [(step, {name: value})], the metrics of the last validation)."""
+    """Train. Returns what was logged, as a list of (step, {name: value}), and the metrics of the last validation."""
     lines = []
 
     def log(step, values):
@@ -100,8 +118,13 @@ def train_and_log(trainer, args):
 
 
 def is_of_training(values):
-    """Whether a logged line is about steps. The line of a validation has no norm of the gradient."""
+    """Whether a logged line is about steps, and not about a validation, which has no norm of the gradient."""
     return "norm" in values
+
+
+def losses_of_steps(lines):
+    """{step: loss} of the logged lines that are about steps."""
+    return {step: values["loss"] for step, values in lines if is_of_training(values)}
 
 
 def blank_samples(number):
@@ -111,11 +134,12 @@ def blank_samples(number):
     return [(image, label)] * number
 
 
-def copy_of(tensors):
+def copies_of(tensors):
     return [tensor.detach().clone() for tensor in tensors]
 
 
 def all_equal(tensors, others):
+    """Whether each tensor is equal to the other one in its place."""
     return all(torch.equal(one, other) for one, other in zip(tensors, others, strict=True))
 
 
@@ -124,14 +148,15 @@ def names_in(folder):
 
 
 def test_the_seven_functions_stand_first(script):
-    lines = script.read_text().splitlines()
-    names = [line.removeprefix("def ").partition("(")[0] for line in lines if line.startswith(("def ", "class "))]
-    assert names[:7] == SEVEN
+    """The functions that a user replaces come before all others, and before the classes."""
+    definition = re.compile(r"^(?:def|class) (\w+)", re.MULTILINE)  # such as "def load_data(args: Namespace)"
+    names = definition.findall(script.read_text())
+    assert names[:7] == FUNCTIONS_TO_REPLACE
 
 
 # --- what a run refuses, before its first step ------------------------------------------------------------------------
 
-REFUSED = {  # flags: the error
+ERRORS_OF_FLAGS = {  # {flags: how the error begins}
     "--accumulate=97": "--batch-size 96 is too small: give 97 or more, a sample for each of 1 rank(s)",
     "--batch-size=1441": "--batch-size 1441 is too large: the training set has 1440 sample(s).",
     "--resume": "--resume needs --checkpoint-dir.",
@@ -159,8 +184,8 @@ REFUSED = {  # flags: the error
 }
 
 
-def test_refused_in_one_line(script, tmp_path, monkeypatch):
-    """All flags of REFUSED are tried in a folder that has a checkpoint of step 7."""
+def test_wrong_flags_are_refused(script, tmp_path, monkeypatch):
+    """They are tried in a folder with a checkpoint of step 7, ``step_00000007.pt``, and a file, ``file``."""
     default_flags = {name: repr(value) for name, value in vars(settings(script)).items()}
     checkpoint = {
         "model": {},
@@ -174,9 +199,10 @@ def test_refused_in_one_line(script, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.chdir(tmp_path)
 
-    all_args = [settings(script, *flags.split()) for flags in REFUSED]
+    all_args = [settings(script, *flags.split()) for flags in ERRORS_OF_FLAGS]
     [errors] = launch(errors_of, str(script), all_args, nproc=1)
-    for (flags, expected), error in zip(REFUSED.items(), errors, strict=True):
+    for flags, error in zip(ERRORS_OF_FLAGS, errors, strict=True):
+        expected = ERRORS_OF_FLAGS[flags]
         assert error.startswith(f"UsageError: {expected}"), f"{flags}: {error}"
 
 
@@ -185,46 +211,75 @@ def test_a_validation_set_that_is_too_small_is_refused_before_the_first_step(scr
     def load_data(args):
         return blank_samples(200), blank_samples(size)
 
-    [[error], _] = launch(errors_of, str(script), [settings(script)], {"load_data": load_data}, nproc=2)
+    error, _ = errors_on_ranks(script, 2, settings(script), {"load_data": load_data})
     assert error.startswith(f"UsageError: The validation set has {size} sample(s), fewer than the ranks.")
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_samples_of_unequal_shapes_are_one_line_of_the_rank_that_has_them(script, alone, tmp_path, workers):
+def test_samples_of_unequal_shapes_are_one_line_of_the_rank_that_has_them(script, environment, tmp_path, workers):
+    """One of the 96 samples has a pixel less, so only the rank that reads it has an error."""
     old = "    return train_set, val_set\n"
-    new = "    return [(torch.zeros(64 if i else 63), 0) for i in range(96)], None\n"
+    new = (
+        "    label = 0\n"
+        "    train_set = [(torch.zeros(63), label)] + [(torch.zeros(64), label)] * 95\n"
+        "    return train_set, None\n"
+    )
     path = changed(script, tmp_path / "unequal", old, new)
-    # torchrun itself, because a worker of a forked rank cannot send an error of a class of the script.
-    status, _, errors, _ = torchrun(path, 2, alone, "--max-steps=11", f"--num-workers={workers}")
+    # It runs under torchrun itself, because a worker of a forked rank cannot send an error of the script's own class.
+    status, _, errors, _ = torchrun(path, 2, environment, "--max-steps=11", f"--num-workers={workers}")
     assert status not in (0, None)
-    [line] = re.findall(r"^.*UsageError: (.*)$", errors, re.M)
-    assert line.startswith("samples of different shapes need a collate() of your own (")
+    [message] = re.findall(r"^.*UsageError: (.*)$", errors, re.M)
+    assert message.startswith("samples of different shapes need a collate() of your own (")
 
 
-def test_a_model_without_a_trained_weight_and_an_optimizer_of_another_model_are_refused(script):
-    def frozen(args):
-        return nn.Linear(64, 10).requires_grad_(False)
-
-    def of_another_model(model, args):
-        return torch.optim.SGD(nn.Linear(64, 10).parameters(), args.lr)
-
-    def of_nothing(model, args):
-        return torch.optim.SGD([], args.lr)
-
-    def of_frozen_parameters(model, args):
-        return torch.optim.SGD(nn.Linear(64, 10).requires_grad_(False).parameters(), args.lr)
-
-    for replacements, message in [
-        ({"build_model": frozen}, "build_model has frozen all parameters: nothing is trained."),
-        ({"build_optimizer": of_another_model}, "build_optimizer has parameters of another model."),
-        ({"build_optimizer": of_nothing}, "build_optimizer: the optimizer has no parameters."),
-        ({"build_optimizer": of_frozen_parameters}, "build_optimizer: the optimizer has no parameters to train."),
-    ]:
-        [[error]] = launch(errors_of, str(script), [settings(script)], replacements, nproc=1)
-        assert error == f"UsageError: {message}"
+def build_frozen_model(args):
+    return nn.Linear(64, 10).requires_grad_(False)
 
 
-WRONG_SUMS = {  # what loss_sums returns, with the model's logits and their sum as loss: the error
+def build_optimizer_of_another_model(model, args):
+    other_model = nn.Linear(64, 10)
+    return torch.optim.SGD(other_model.parameters(), args.lr)
+
+
+def build_optimizer_of_nothing(model, args):
+    return torch.optim.SGD([], args.lr)
+
+
+def build_optimizer_of_frozen_model(model, args):
+    frozen_model = build_frozen_model(args)
+    return torch.optim.SGD(frozen_model.parameters(), args.lr)
+
+
+@pytest.mark.parametrize(
+    ("replaced", "function", "message"),
+    [
+        ("build_model", build_frozen_model, "build_model has frozen all parameters: nothing is trained."),
+        (
+            "build_optimizer",
+            build_optimizer_of_another_model,
+            "build_optimizer has parameters of another model.",
+        ),
+        (
+            "build_optimizer",
+            build_optimizer_of_nothing,
+            "build_optimizer: the optimizer has no parameters.",
+        ),
+        (
+            "build_optimizer",
+            build_optimizer_of_frozen_model,
+            "build_optimizer: the optimizer has no parameters to train.",
+        ),
+    ],
+)
+def test_a_model_without_a_trained_weight_and_an_optimizer_of_another_model_are_refused(
+    script, replaced, function, message
+):
+    error = error_on_one_rank(script, settings(script), {replaced: function})
+    assert error == f"UsageError: {message}"
+
+
+# {what loss_sums returns: how the error begins}. ``logits`` are the model's, and ``loss`` is their sum.
+WRONG_SUMS = {
     "loss": 'loss_sums must return {"loss": (sum, count)}, not tensor(',
     "{'accuracy': (loss, 1)}": 'loss_sums must return {"loss": (sum, count)}, not {',
     "{'loss': loss}": "loss_sums must give (sum, count), not tensor(",
@@ -248,24 +303,27 @@ def loss_sums_returning(expression):
     def loss_sums(model, batch, args):
         images, labels = batch
         logits = model(images)
-        names = {"logits": logits, "loss": logits.sum(), "labels": labels, "F": nn.functional, "torch": torch}
+        loss = logits.sum()
+        names = {"logits": logits, "loss": loss, "labels": labels, "F": nn.functional, "torch": torch}
         return eval(expression, names)
 
     return loss_sums
 
 
 def errors_of_sums(path, args, expressions):
-    """{expression: the error of a run whose ``loss_sums`` returns its value}."""
+    """Train with a ``loss_sums`` that returns the value of an expression. Returns {expression: the run's error}."""
     errors = {}
     for expression in expressions:
         replacements = {"loss_sums": loss_sums_returning(expression)}
-        [errors[expression]] = errors_of(path, [args], replacements)
+        [error] = errors_of(path, [args], replacements)
+        errors[expression] = error
     return errors
 
 
 def test_sums_of_another_form_are_refused_and_no_others(script):
     args = settings(script, "--max-steps=12")
-    [errors] = launch(errors_of_sums, str(script), args, [*WRONG_SUMS, *RIGHT_SUMS], nproc=1)
+    expressions = [*WRONG_SUMS, *RIGHT_SUMS]
+    [errors] = launch(errors_of_sums, str(script), args, expressions, nproc=1)
     for expression, expected in WRONG_SUMS.items():
         assert errors[expression].startswith(f"UsageErrorOfRank: {expected}"), expression
     for expression in RIGHT_SUMS:
@@ -282,10 +340,9 @@ def loss_sums_with_a_score_on_rank_0(model, batch, args):
 
 
 def test_ranks_whose_sums_have_other_names_are_refused_on_all(script):
-    replacements = {"loss_sums": loss_sums_with_a_score_on_rank_0}
-    errors = launch(errors_of, str(script), [settings(script)], replacements, nproc=2)
+    errors = errors_on_ranks(script, 2, settings(script), {"loss_sums": loss_sums_with_a_score_on_rank_0})
     message = "loss_sums returns 1 loss(es), ['score'] on rank 0 and 1 loss(es), [] on rank 1."
-    assert errors == [[f"UsageError: {message}"]] * 2
+    assert errors == [f"UsageError: {message}"] * 2
 
 
 @pytest.mark.parametrize("default", [None, [1, 2]])
@@ -300,41 +357,43 @@ def test_flags_without_a_type_are_refused(script, capsys, default):
     assert f"error: --layers: a flag cannot have the type of {default}\n" in capsys.readouterr().err
 
 
-def test_a_warmup_that_does_not_end_is_said(script, alone):
-    _, out, errors, _ = forked(script_on_ranks(script, 1, "--warmup=500", "--max-steps=2"), alone)
+def test_a_warmup_that_is_longer_than_the_run_is_reported(script, environment):
+    _, out, errors, _ = forked(script_on_ranks(script, 1, "--warmup=500", "--max-steps=2"), environment)
     assert "\n--warmup 500: the rate does not reach --lr in 2 steps\n" in out, errors
 
 
-def test_a_usage_error_is_one_line_and_the_exit_status_is_not_0(script, alone, tmp_path):
+def test_a_usage_error_is_one_line_and_the_exit_status_is_not_0(script, environment, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()  # as Slurm's batch file does
     flags = ["--batch-size=1", f"--checkpoint-dir={folder}"]
-    status, _, errors, _ = forked(script_on_ranks(script, 2, *flags), alone)
+    status, _, errors, _ = forked(script_on_ranks(script, 2, *flags), environment)
     assert status != 0
-    assert len(re.findall(r"^UsageError: --batch-size 1 is too small", errors, re.M)) == 1
-    assert "train(args, device)" not in errors  # no traceback into the script
-    # The batch file reads there that another start cannot help. The next start removes it.
+    error_lines = re.findall(r"^UsageError: --batch-size 1 is too small", errors, re.M)
+    assert len(error_lines) == 1
+    assert "train(args, device)" not in errors  # a traceback would have this line of the script
+
+    # The batch file looks for ``gave_up``, to know that another start would fail as well. The next start removes it.
     reason = (folder / "gave_up").read_text()
     assert reason.startswith("--batch-size 1 is too small: give 2 or more")
-    status, _, errors, _ = forked(script_alone(script, "--max-steps=1", f"--checkpoint-dir={folder}"), alone)
+    status, _, errors, _ = forked(script_alone(script, "--max-steps=1", f"--checkpoint-dir={folder}"), environment)
     assert status == 0, errors
     assert "gave_up" not in names_in(folder)
 
 
-def test_an_error_that_only_one_rank_has_gives_up_too(script, alone, tmp_path):
-    """The same batch would come to this rank in each start, and its node would be excluded for it."""
+def test_an_error_that_only_one_rank_has_gives_up_too(script, environment, tmp_path):
+    """Each new start would give this rank the same batch, until its node is excluded for an error of the script."""
     old = '    return {"loss": (loss, len(labels)),'
     new = '    if os.environ["RANK"] == "1":\n        return {"loss": loss}\n'
     path = changed(script, tmp_path / "wrong", old, new + old)
-    status, _, errors, _ = forked(script_on_ranks(path, 2, f"--checkpoint-dir={tmp_path}"), alone)
+    status, _, errors, _ = forked(script_on_ranks(path, 2, f"--checkpoint-dir={tmp_path}"), environment)
     assert status != 0
     assert "UsageError: loss_sums must give (sum, count), not " in errors
     assert (tmp_path / "gave_up").read_text().startswith("rank 1: loss_sums must give (sum, count), not ")
 
 
-def test_an_error_that_another_start_may_not_have_does_not_give_up(script, alone, tmp_path):
+def test_an_error_that_another_start_may_not_have_does_not_give_up(script, environment, tmp_path):
     flags = ["--resume", "--must-resume", f"--checkpoint-dir={tmp_path}"]
-    status, _, errors, _ = forked(script_alone(script, *flags), alone)
+    status, _, errors, _ = forked(script_alone(script, *flags), environment)
     assert status == 1
     assert "has no checkpoint. Is it mounted?" in errors
     assert names_in(tmp_path) == ["lock"]
@@ -344,7 +403,11 @@ def test_a_config_file_comes_before_the_defaults_and_after_the_command_line(scri
     file = tmp_path / "run.toml"
     file.write_text("lr = 1\nbatch_size = 48\nshard = true\n")
     args = settings(script, f"--config={file}", "--batch-size=24")
-    assert (args.lr, args.batch_size, args.shard, args.epochs) == (1.0, 24, True, 6)
+    assert args.lr == 1.0
+    assert args.batch_size == 24  # of the command line
+    assert args.shard is True
+    assert args.epochs == 6  # the default
+
     file.write_text("learning_rate = 1\n")
     with pytest.raises(SystemExit):
         settings(script, f"--config={file}")
@@ -365,8 +428,8 @@ def test_checkpoints_are_in_the_order_of_their_steps(script, tmp_path):
 def save_on_a_full_disk(path, args):
     """Save step 1, and then step 2 on a disk that is full in the middle of the file.
 
-    The system's limit of a file's length is the full disk. Returns (the names in the folder, the step that a resume
-    goes on from).
+    In place of a full disk, a limit of the system makes the file too large. Returns the names in the folder, and the
+    step from which a resumed run would go on.
     """
     import resource
 
@@ -389,20 +452,15 @@ def save_on_a_full_disk(path, args):
     return names_in(Path(args.checkpoint_dir)), resumed.step
 
 
-@pytest.mark.parametrize("background", ["--save-in-background", "--no-save-in-background"])
-def test_a_full_disk_leaves_the_last_checkpoint(script, tmp_path, background):
-    args = settings(script, f"--checkpoint-dir={tmp_path / 'runs'}", "--resume", background)
-    if background == "--save-in-background":
-        [error] = launch(error_of_the_next_save, str(script), args, nproc=1)
-        assert error == "No space left on device"
-    else:
-        [(names, step)] = launch(save_on_a_full_disk, str(script), args, nproc=1)
-        assert names == ["step_00000001.pt"]
-        assert step == 1
+def test_a_full_disk_leaves_the_last_checkpoint(script, tmp_path):
+    args = settings(script, f"--checkpoint-dir={tmp_path / 'runs'}", "--resume", "--no-save-in-background")
+    [(names, step)] = launch(save_on_a_full_disk, str(script), args, nproc=1)
+    assert names == ["step_00000001.pt"]
+    assert step == 1
 
 
-def error_of_the_next_save(path, args):
-    """Start a save in the background, on a full disk, and return the error of the call that waits for it."""
+def save_in_background_on_a_full_disk(path, args):
+    """Start a save in the background, on a full disk. Returns the error of the call that waits for its end."""
     trainer = loaded(path)
     checkpoints = trainer.Checkpoints(args)
 
@@ -417,16 +475,24 @@ def error_of_the_next_save(path, args):
         return error.strerror
 
 
+def test_an_error_of_a_save_in_the_background_is_raised_where_it_is_waited_for(script, tmp_path):
+    args = settings(script, f"--checkpoint-dir={tmp_path / 'runs'}", "--resume", "--save-in-background")
+    [error] = launch(save_in_background_on_a_full_disk, str(script), args, nproc=1)
+    assert error == "No space left on device"
+
+
 @pytest.fixture
 def folder(script, tmp_path):
-    """A folder with checkpoints of steps 3, 6, 9 of a run that is to have 12."""
-    args = settings(script, "--max-steps=9", "--save-every=3", f"--checkpoint-dir={tmp_path / 'runs'}")
-    assert launch(errors_of, str(script), [args], nproc=1) == [["none"]]
-    (tmp_path / "runs" / "weights.pt").unlink()
-    return tmp_path / "runs"
+    """The folder of a run that was stopped after step 9: it has checkpoints of the steps 3, 6 and 9."""
+    folder = tmp_path / "runs"
+    args = settings(script, "--max-steps=9", "--save-every=3", f"--checkpoint-dir={folder}")
+    assert error_on_one_rank(script, args) == "none"
+    (folder / "weights.pt").unlink()  # it is written when a run ends, and not when it is stopped
+    return folder
 
 
 def settings_to_go_on(script, folder, *flags):
+    """The settings of a run that goes on from the checkpoints of the fixture ``folder`` up to step 12."""
     flags = ["--max-steps=12", "--save-every=3", "--allow-change=max_steps", f"--checkpoint-dir={folder}", *flags]
     return settings(script, *flags)
 
@@ -448,29 +514,33 @@ def garble(path):
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("harm", [cut, garble])
-def test_a_damaged_checkpoint_is_set_aside_and_never_overwritten(script, folder, harm):
+@pytest.mark.parametrize("damage", [cut, garble])
+def test_a_damaged_checkpoint_is_set_aside_and_never_overwritten(script, folder, damage):
+    """It is renamed to the next free name, step_00000009.damaged2, and the run goes on from the one before it."""
+    newest = folder / "step_00000009.pt"
+    damage(newest)
+    damaged_content = newest.read_bytes()
     (folder / "step_00000009.damaged1").write_text("of an earlier time")
-    harm(folder / "step_00000009.pt")
-    content = (folder / "step_00000009.pt").read_bytes()
+
     args = settings_to_go_on(script, folder, "--resume")
-    assert launch(errors_of, str(script), [args], nproc=1) == [["none"]]
+    assert error_on_one_rank(script, args) == "none"
     assert (folder / "step_00000009.damaged1").read_text() == "of an earlier time"
-    assert (folder / "step_00000009.damaged2").read_bytes() == content
+    assert (folder / "step_00000009.damaged2").read_bytes() == damaged_content
     assert (folder / "step_00000012.pt").exists()
 
 
 def test_what_a_killed_job_left_of_a_save_is_removed(script, folder):
     (folder / ".step_00000012.pt.host.7.part").write_text("half")
     (folder / ".probe_0123456789abcdef").touch()
-    assert launch(errors_of, str(script), [settings_to_go_on(script, folder, "--resume")], nproc=1) == [["none"]]
-    assert names_in(folder) == [*(f"step_{step:08}.pt" for step in (6, 9, 12)), "weights.pt"]
+    args = settings_to_go_on(script, folder, "--resume")
+    assert error_on_one_rank(script, args) == "none"
+    assert names_in(folder) == ["step_00000006.pt", "step_00000009.pt", "step_00000012.pt", "weights.pt"]
 
 
 def test_nothing_is_touched_without_resume(script, folder):
     cut(folder / "step_00000009.pt")
     before = names_in(folder)
-    [[error]] = launch(errors_of, str(script), [settings_to_go_on(script, folder)], nproc=1)
+    error = error_on_one_rank(script, settings_to_go_on(script, folder))
     assert "is there: add --resume" in error
     assert names_in(folder) == before
 
@@ -479,19 +549,21 @@ def test_a_job_stops_if_no_checkpoint_is_whole(script, folder):
     for path in folder.glob("step_*.pt"):
         cut(path)
     before = names_in(folder)
+    args = settings_to_go_on(script, folder, "--resume")
     for _ in range(2):  # a job that is requeued must not start anew either
-        [[error]] = launch(errors_of, str(script), [settings_to_go_on(script, folder, "--resume")], nproc=1)
+        error = error_on_one_rank(script, args)
         assert "None of the 3 checkpoint(s)" in error
         assert names_in(folder) == before
 
 
 def error_of_a_bad_disk(path, args):
-    """The error of a run whose disk cannot read a checkpoint. The trainer opens one with ``zipfile.ZipFile``."""
+    """Train on a disk from which no checkpoint can be read. Returns the error."""
     trainer = loaded(path)
 
     def fail_to_read(*arguments):
         raise OSError(5, "Input/output error")
 
+    # The trainer opens a checkpoint with zipfile.ZipFile.
     trainer.zipfile = SimpleNamespace(ZipFile=fail_to_read, BadZipFile=zipfile.BadZipFile)
     try:
         trainer.train(args, CPU)
@@ -508,37 +580,44 @@ def test_a_passing_read_error_ends_the_job_and_touches_nothing(script, folder):
 
 
 def test_a_type_that_is_not_loaded_safely_ends_the_job_and_touches_nothing(script, folder):
+    """torch.load with weights_only=True refuses a checkpoint that has a Path."""
     newest = folder / "step_00000009.pt"
-    torch.save({**torch.load(newest, weights_only=True), "path": newest}, newest)
+    checkpoint = torch.load(newest, weights_only=True)
+    checkpoint["path"] = newest
+    torch.save(checkpoint, newest)
     before = names_in(folder)
-    [[error]] = launch(errors_of, str(script), [settings_to_go_on(script, folder, "--resume")], nproc=1)
-    assert error.startswith("UsageError:") and "is whole, but cannot be loaded: Weights only load failed" in error
+
+    error = error_on_one_rank(script, settings_to_go_on(script, folder, "--resume"))
+    assert error.startswith("UsageError:")
+    assert "is whole, but cannot be loaded: Weights only load failed" in error
     assert names_in(folder) == before
 
 
 def test_a_file_of_another_program_is_named(script, folder):
     torch.save({"weights": {}}, folder / "step_00000099.pt")
-    [[error]] = launch(errors_of, str(script), [settings_to_go_on(script, folder, "--resume")], nproc=1)
+    error = error_on_one_rank(script, settings_to_go_on(script, folder, "--resume"))
     assert "step_00000099.pt is no checkpoint of this script" in error
 
 
 def test_a_flag_may_be_a_path_and_a_later_flag_locks_no_checkpoint(script, folder, tmp_path):
-    """The checkpoints are of a script without --data and --s. The first run with these flags resumes from them."""
+    """Two flags, --data and --s, are new in the script: its checkpoints were made without them, and can be resumed.
+
+    From then on the checkpoints have the new flags, and these may not change.
+    """
     width = '    add("--width", 256, "neurons in the hidden layer")\n'
     data = '    add("--data", Path("data"), "a folder")\n'
     size = '    add("--s", 0.5, "s")\n'
     later = changed(script, tmp_path / "later", width, width + data + size)
-    for steps in (12, 15):
-        args = settings_to_go_on(later, folder, "--resume", f"--max-steps={steps}")
-        assert launch(errors_of, str(later), [args], nproc=1) == [["none"]]
+    for max_steps in (12, 15):
+        args = settings_to_go_on(later, folder, "--resume", f"--max-steps={max_steps}")
+        assert error_on_one_rank(later, args) == "none"
     assert (folder / "step_00000015.pt").exists()
 
-    args = settings_to_go_on(later, folder, "--resume", "--s=0.1")
-    [[error]] = launch(errors_of, str(later), [args], nproc=1)
+    error = error_on_one_rank(later, settings_to_go_on(later, folder, "--resume", "--s=0.1"))
     assert "has s = 0.5, not 0.1: keep 0.5, or add --allow-change s." in error
 
 
-OTHER_VALUES = {
+OTHER_VALUES = {  # than the defaults, for each flag that a resume compares
     "epochs": 7,
     "max_steps": 13,
     "batch_size": 48,
@@ -555,6 +634,7 @@ OTHER_VALUES = {
 
 
 def test_each_flag_that_decides_is_compared(script):
+    """A flag that decides what the weights become may not change in a resume, unless --allow-change names it."""
     trainer = loaded(script)
     assert OTHER_VALUES.keys() == trainer.DECIDING_FLAGS | {"width"}
     saved = {name: repr(value) for name, value in vars(settings(script)).items()}
@@ -564,7 +644,8 @@ def test_each_flag_that_decides_is_compared(script):
         """Compare the flags of a checkpoint, "step", with those of a run that resumes from it."""
         trainer.check_same_flags(saved, {**saved, **changes}, allowed, "step")
 
-    resume_with({"num_workers": "1", "log_every": "1"})  # these do not decide the weights
+    resume_with({"num_workers": "1", "log_every": "1"})  # these do not decide
+
     for name, value in OTHER_VALUES.items():
         change = {name: repr(value)}
         with pytest.raises(trainer.UsageError, match=f"step has {name} = .*, not {value!r}: keep .*--allow-change"):
@@ -573,81 +654,94 @@ def test_each_flag_that_decides_is_compared(script):
 
 
 def test_a_flag_of_ones_own_may_have_choices(script, tmp_path):
-    """It is parsed with the type of its default, and a resume compares it."""
-    new = '    add("--width", 256, "neurons in the hidden layer")\n'
+    """It is parsed with the type of its default, so it is 3 and not "3". A resume compares it."""
+    width = '    add("--width", 256, "neurons in the hidden layer")\n'
     size = '    add("--size", 3, "a size", choices=[1, 3])\n'
-    with_choices = changed(script, tmp_path / "choices", new, new + size)
+    with_choices = changed(script, tmp_path / "choices", width, width + size)
     flags = ["--max-steps=10", f"--checkpoint-dir={tmp_path / 'runs'}", "--resume"]
-    for _ in range(2):
-        args = settings(with_choices, *flags, "--size=3")
-        assert launch(errors_of, str(with_choices), [args], nproc=1) == [["none"]]
-    [[error]] = launch(errors_of, str(with_choices), [settings(with_choices, *flags, "--size=1")], nproc=1)
+    with_size_3 = settings(with_choices, *flags, "--size=3")
+    for _ in range(2):  # a first run and a resumed one
+        assert error_on_one_rank(with_choices, with_size_3) == "none"
+
+    error = error_on_one_rank(with_choices, settings(with_choices, *flags, "--size=1"))
     assert "has size = 3, not 1" in error
 
 
-def test_a_resume_with_more_samples_is_refused_unless_told(script, folder):
+def test_a_resume_with_more_samples_is_refused_unless_allowed(script, folder):
     def load_data(args):
         return blank_samples(1441), blank_samples(9)
 
     replacements = {"load_data": load_data}
     args = settings_to_go_on(script, folder, "--resume")
-    [[error]] = launch(errors_of, str(script), [args], replacements, nproc=1)
+    error = error_on_one_rank(script, args, replacements)
     assert "has train_samples = 1440, not 1441: keep 1440, or add --allow-change train_samples." in error
 
     args = settings_to_go_on(script, folder, "--resume", "--allow-change=max_steps,train_samples")
-    assert launch(errors_of, str(script), [args], replacements, nproc=1) == [["none"]]
+    assert error_on_one_rank(script, args, replacements) == "none"
 
 
-@pytest.mark.parametrize("kept", ["best.pt", "weights.pt"])
-def test_a_result_without_its_checkpoints_is_not_overwritten(script, tmp_path, kept):
-    (tmp_path / kept).write_text("of an earlier run")
-    flags = ["--max-steps=10", "--keep-best", f"--checkpoint-dir={tmp_path}"]
-    all_args = [settings(script, *flags, "--no-resume"), settings(script, *flags, "--resume")]
-    [[error_of_a_new_run, error_of_a_resume]] = launch(errors_of, str(script), all_args, nproc=1)
-    assert kept in error_of_a_new_run and "take another folder" in error_of_a_new_run
-    if kept == "weights.pt":  # a job that was killed before its first checkpoint may have a best.pt
-        assert "weights.pt of a run that has ended" in error_of_a_resume
-        assert (tmp_path / kept).read_text() == "of an earlier run"
+@pytest.mark.parametrize("name", ["best.pt", "weights.pt"])
+def test_a_new_run_does_not_overwrite_an_earlier_result(script, tmp_path, name):
+    """The folder has a result, and no checkpoint."""
+    (tmp_path / name).write_text("of an earlier run")
+    args = settings(script, "--max-steps=10", "--keep-best", "--no-resume", f"--checkpoint-dir={tmp_path}")
+    error = error_on_one_rank(script, args)
+    assert name in error
+    assert "take another folder" in error
+    assert (tmp_path / name).read_text() == "of an earlier run"
+
+
+def test_a_resumed_run_does_not_overwrite_the_weights_of_one_that_has_ended(script, tmp_path):
+    """It may overwrite a best.pt, which a job may have saved that was killed before its first checkpoint."""
+    weights = tmp_path / "weights.pt"
+    weights.write_text("of an earlier run")
+    args = settings(script, "--max-steps=10", "--keep-best", "--resume", f"--checkpoint-dir={tmp_path}")
+    assert "weights.pt of a run that has ended" in error_on_one_rank(script, args)
+    assert weights.read_text() == "of an earlier run"
 
 
 def test_a_job_that_must_resume_does_not_start_anew(script, tmp_path):
     args = settings(script, "--resume", "--must-resume", f"--checkpoint-dir={tmp_path}")
-    [[error]] = launch(errors_of, str(script), [args], nproc=1)
+    error = error_on_one_rank(script, args)
     assert error == f"UsageError: --must-resume: {tmp_path} has no checkpoint. Is it mounted?"
 
 
-def errors_on_a_disk_of_its_own(path, args, folder):
+def error_on_a_disk_of_ones_own(path, args, folder):
+    """Train, while rank 1 works in another folder than rank 0, so that ``runs`` is two folders. Returns the error."""
     if dist.get_rank() == 1:
-        os.makedirs(f"{folder}/local", exist_ok=True)
-        os.chdir(f"{folder}/local")  # where ``runs`` is another folder
+        own_folder = Path(folder, "local")
+        own_folder.mkdir()
+        os.chdir(own_folder)
     else:
         os.chdir(folder)
-    return errors_of(path, [args])
+    [error] = errors_of(path, [args])
+    return error
 
 
 def test_a_folder_that_only_rank_0_sees_is_refused(script, tmp_path):
     args = settings(script, "--max-steps=10", "--checkpoint-dir=runs")
-    errors = launch(errors_on_a_disk_of_its_own, str(script), args, str(tmp_path), nproc=2)
-    for [error] in errors:
+    for error in launch(error_on_a_disk_of_ones_own, str(script), args, str(tmp_path), nproc=2):
         assert error.startswith("UsageError: rank 1: --checkpoint-dir runs: ")
         assert error.endswith(" does not see rank 0's files there.")
     assert names_in(tmp_path / "runs") == []
 
 
 def error_after_a_change_of_shapes(path, args):
-    """The error of a resume whose model has the same number of weights in another shape."""
+    """Save a model with a weight [64, 8], and resume it with one [8, 64]. Returns the error."""
     trainer = loaded(path)
 
-    def build_training(*shape):
-        def build_model(args):
-            return nn.ParameterDict({"weight": torch.ones(shape)})
+    def build_model(args):
+        return nn.ParameterDict({"weight": torch.ones(64, 8)})
 
-        trainer.build_model = build_model
-        return trainer.build_training(args, CPU)
+    def build_other_model(args):
+        return nn.ParameterDict({"weight": torch.ones(8, 64)})
 
-    training = build_training(64, 8)
+    trainer.build_model = build_model
+    training = trainer.build_training(args, CPU)
     trainer.Checkpoints(args).save(training)
-    training = build_training(8, 64)
+
+    trainer.build_model = build_other_model
+    training = trainer.build_training(args, CPU)
     try:
         trainer.Checkpoints(args).load(training)
     except trainer.UsageError as error:
@@ -666,47 +760,53 @@ def test_a_checkpoint_that_the_host_cannot_hold_is_refused_at_the_start(script, 
         return 10_000  # bytes
 
     args = settings(script, "--shard", f"--checkpoint-dir={tmp_path}")
-    replacements = {"available_memory": available_memory}
-    [[error]] = launch(errors_of, str(script), [args], replacements, nproc=1)
+    error = error_on_one_rank(script, args, {"available_memory": available_memory})
     assert error.startswith("UsageError: A checkpoint takes 0 GiB of rank 0's host")
     assert names_in(tmp_path) == []
 
 
 def test_the_memory_of_a_job_is_what_its_cgroups_allow(script, tmp_path):
-    """Slurm sets the limit of the job, two folders above that of the rank. The machine may have much more."""
+    """Slurm sets a limit for the cgroup of the job, and none for that of a rank, some folders below.
+
+    What is left is the limit less the memory that is in use, "anon". The files that are cached do not count.
+    """
     trainer = loaded(script)
     job = tmp_path / "system.slice/slurmstepd.scope/job_4711"
     rank = job / "step_0/user/task_0"
     rank.mkdir(parents=True)
-    for folder, limit in ((job, "128000"), (rank, "max")):
-        (folder / "memory.max").write_text(f"{limit}\n")
-        (folder / "memory.stat").write_text("anon 28000\nfile 90000\nanon_thp 1\n")
+    (job / "memory.max").write_text("128000\n")
+    (rank / "memory.max").write_text("max\n")
+    for cgroup in (job, rank):
+        (cgroup / "memory.stat").write_text("anon 28000\nfile 90000\nanon_thp 1\n")
     own_cgroup = f"1:cpu:/other\n0::/{rank.relative_to(tmp_path)}\n"
-    assert trainer.memory_limits(own_cgroup, tmp_path) == [100_000]
-    assert trainer.memory_limits("4:memory:/slurm/job_4711\n", tmp_path) == [], "version 1"
-    (tmp_path / "memory.max").write_text("64000\n")  # a container sees its own cgroup as the root
+    assert trainer.memory_limits(own_cgroup, tmp_path) == [128_000 - 28_000]
+
+    # A container sees its own cgroup as the root.
+    (tmp_path / "memory.max").write_text("64000\n")
     (tmp_path / "memory.stat").write_text("anon 4000\n")
-    assert trainer.memory_limits("0::/\n", tmp_path) == [60_000]
+    assert trainer.memory_limits("0::/\n", tmp_path) == [64_000 - 4_000]
+
+    own_cgroup_of_version_1 = "4:memory:/slurm/job_4711\n"
+    assert trainer.memory_limits(own_cgroup_of_version_1, tmp_path) == []
     assert 0 < trainer.available_memory() < 2**50
 
 
-def test_a_start_may_read_for_longer_than_the_patience(script, alone, tmp_path):
-    """Rank 0 reads a large file to see whether it is damaged, and the others wait."""
-    reads = "    paths = list_checkpoints(folder)\n    if not paths and"
-    slow = changed(script, tmp_path / "slow", reads, f"    time.sleep(8)\n{reads}")
+def test_a_start_may_read_for_longer_than_the_patience(script, environment, tmp_path):
+    """Rank 0 needs 8 seconds to see which checkpoint is whole, and the others wait for it, though --patience is 4."""
+    slow = changed(script, tmp_path / "slow", CHOOSES_CHECKPOINT, f"    time.sleep(8)\n{CHOOSES_CHECKPOINT}")
     flags = ["--patience=4", "--max-steps=2", f"--checkpoint-dir={tmp_path / 'run'}"]
-    status, _, errors, _ = forked(script_on_ranks(slow, 2, *flags), alone)
+    status, _, errors, _ = forked(script_on_ranks(slow, 2, *flags), environment)
     assert status == 0, errors
 
 
-def test_a_rank_that_reads_a_checkpoint_from_a_slow_disk_is_waited_for(script, alone, tmp_path):
-    """Its node reads the file for longer than --patience, and that of rank 0 has it in memory."""
+def test_a_rank_that_reads_a_checkpoint_from_a_slow_disk_is_waited_for(script, environment, tmp_path):
+    """Rank 1 needs 8 seconds to read the file, and rank 0 waits for it, though --patience is 4."""
     flags = ["--patience=4", "--max-steps=2", f"--checkpoint-dir={tmp_path / 'run'}", "--resume"]
-    status, _, errors, _ = forked(script_on_ranks(script, 2, *flags), alone)
+    status, _, errors, _ = forked(script_on_ranks(script, 2, *flags), environment)
     assert status == 0, errors
     reads = "        checkpoint = read_checkpoint(path)\n"
     slow = changed(script, tmp_path / "slow", reads, f"        time.sleep(8 * dist.get_rank())\n{reads}")
-    status, out, errors, _ = forked(script_on_ranks(slow, 2, *flags), alone)
+    status, out, errors, _ = forked(script_on_ranks(slow, 2, *flags), environment)
     assert status == 0, errors
     assert "going on from step_00000002" in out
 
@@ -720,10 +820,10 @@ def lock_beside_a_worker(path, folder):
     with trainer.locked(folder):
         read_end, write_end = os.pipe()
         pid = os.fork()
-        if pid == 0:
-            os.write(write_end, b"forked")  # its handlers of a fork have run
+        if pid == 0:  # in the forked process
+            os.write(write_end, b"x")  # says that it is here
             signal.pause()
-        os.read(read_end, 6)
+        os.read(read_end, 1)
     try:
         with trainer.locked(folder):
             return "locked"
@@ -739,7 +839,7 @@ def test_a_worker_does_not_keep_the_lock(script, tmp_path):
 
 
 class ModelWithOddState(nn.Module):
-    """Its checkpoint has an infinite mask, a buffer of eight bits, and the number of calls as an extra state."""
+    """A model with an infinite mask, a buffer of floats of eight bits, and the number of its calls as extra state."""
 
     def __init__(self):
         super().__init__()
@@ -760,7 +860,7 @@ class ModelWithOddState(nn.Module):
 
 
 def calls_after_each_run(path, all_args):
-    """How many calls of its model each run counts at its end, with those of the run that it goes on from."""
+    """Train with each of these settings. Returns the number of calls that each run's model has counted at its end."""
     trainer = loaded(path)
 
     def build_model(args):
@@ -780,46 +880,47 @@ def test_a_mask_an_extra_state_and_eight_bits_are_saved(script, tmp_path):
     [(first, resumed)] = launch(calls_after_each_run, str(script), all_args, nproc=1)
     assert names_in(tmp_path) == ["step_00000010.pt", "step_00000020.pt", "weights.pt"]
     assert first >= 20
-    assert resumed > first  # it has no step to take, but validates once more
+    assert resumed > first  # it starts from the first run's number, takes no step, and validates once more
 
 
-def save_spoilt(path, args, spoil):
-    """Save a training that the function ``spoil`` has changed."""
+def spoil_and_save(path, args, spoil):
+    """Build a training, let the function ``spoil`` change it, and save it."""
     trainer = loaded(path)
     training = trainer.build_training(args, CPU)
     spoil(training)
     trainer.Checkpoints(args).save(training)
 
 
-def with_a_weight_that_is_not_finite(training):
+def set_a_weight_to_nan(training):
     training.model[0].weight.data[0, 0] = torch.nan
 
 
-def with_a_setting_that_only_pickle_loads(training):
+def add_a_path_to_the_optimizer(training):
+    """Of a Path, torch.load with weights_only=True says "Weights only load failed"."""
     training.optimizer.param_groups[0]["owner"] = Path("home")
 
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (with_a_weight_that_is_not_finite, "step_00000000 is not finite, so it was not saved"),
-        (with_a_setting_that_only_pickle_loads, "Weights only load failed"),
+        (set_a_weight_to_nan, "step_00000000 is not finite, so it was not saved"),
+        (add_a_path_to_the_optimizer, "Weights only load failed"),
     ],
 )
-def test_a_spoilt_training_is_noticed_at_its_save_and_leaves_no_file(spoil, message, script, tmp_path):
+def test_a_spoilt_training_is_noticed_at_its_save_and_leaves_no_file(script, tmp_path, spoil, message):
     args = settings(script, f"--checkpoint-dir={tmp_path}")
     with pytest.raises(Exception, match=message):
-        launch(save_spoilt, str(script), args, spoil, nproc=1)
+        launch(spoil_and_save, str(script), args, spoil, nproc=1)
     assert names_in(tmp_path) == []
 
 
 def lock_twice(path, folder):
-    """The error of a job that locks the folder of another job."""
+    """Lock a folder that is locked, as a second job would. Returns the error, or "locked"."""
     trainer = loaded(path)
     with trainer.locked(folder):
         try:
             with trainer.locked(folder):
-                return "both"
+                return "locked"
         except trainer.UsageError as error:
             return str(error)
 
@@ -830,6 +931,7 @@ def test_two_jobs_in_one_folder_notice_each_other(script, tmp_path):
 
 
 def save_steps_1_to_9(path, args):
+    """Save a training after each of nine steps, which it does not take."""
     trainer = loaded(path)
     checkpoints = trainer.Checkpoints(args)
     training = trainer.build_training(args, CPU)
@@ -840,29 +942,30 @@ def save_steps_1_to_9(path, args):
 
 
 def test_the_newest_and_every_nth_checkpoint_stay(script, tmp_path):
-    flags = ["--keep=2", "--keep-every=4", "--save-in-background"]
-    launch(save_steps_1_to_9, str(script), settings(script, f"--checkpoint-dir={tmp_path}", *flags), nproc=1)
-    assert names_in(tmp_path) == [f"step_{step:08}.pt" for step in (4, 8, 9)]
+    flags = ["--keep=2", "--keep-every=4", "--save-in-background", f"--checkpoint-dir={tmp_path}"]
+    launch(save_steps_1_to_9, str(script), settings(script, *flags), nproc=1)
+    assert names_in(tmp_path) == ["step_00000004.pt", "step_00000008.pt", "step_00000009.pt"]
 
 
 def train_until_sigterm(path, args):
-    """Train, and get SIGTERM when step 44 is logged."""
+    """Train, and send this process SIGTERM when step 44 is logged."""
 
-    def log(step, values):
+    def send_sigterm_at_step_44(step, values):
         if step == 44:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def open_log(args):
-        return log
+        return send_sigterm_at_step_44
 
     loaded(path).train(args, CPU, open_log)
 
 
 def test_the_save_at_a_signal_removes_the_oldest_checkpoint(script, tmp_path):
-    """So whoever rolls back has to move the good checkpoint away before he ends the job, as chapter 13b says."""
+    """So a good checkpoint to which one wants to return must be moved away before the job is ended: see chapter 13b."""
     flags = ["--epochs=50", "--log-every=1", "--save-every=10", f"--checkpoint-dir={tmp_path}"]
     launch(train_until_sigterm, str(script), settings(script, *flags), nproc=1)
-    *regular, at_signal = [name for name in names_in(tmp_path) if name.startswith("step_")]
+    checkpoints = [name for name in names_in(tmp_path) if name.startswith("step_")]
+    *regular, at_signal = checkpoints
     assert regular == ["step_00000030.pt", "step_00000040.pt"]
     assert at_signal in ("step_00000045.pt", "step_00000046.pt")
 
@@ -870,30 +973,32 @@ def test_the_save_at_a_signal_removes_the_oldest_checkpoint(script, tmp_path):
 # --- it stops when it should ------------------------------------------------------------------------------------------
 
 
-def always_nan(model, batch, args):
-    total = model(batch[0]).sum()
-    return {"loss": (total * torch.nan, len(batch[0]))}
+def nan_loss_sums(model, batch, args):
+    images, _ = batch
+    loss = model(images).sum() * torch.nan
+    return {"loss": (loss, len(images))}
 
 
 @pytest.mark.parametrize("shard", ["--shard", "--no-shard"])
 def test_a_run_without_a_finite_gradient_stops_on_all_ranks_and_saves_nothing(script, tmp_path, shard):
-    flags = ["--max-bad-steps=4", "--save-every=2", f"--checkpoint-dir={tmp_path}", shard]
-    errors = launch(errors_of, str(script), [settings(script, *flags)], {"loss_sums": always_nan}, nproc=2)
+    args = settings(script, "--max-bad-steps=4", "--save-every=2", f"--checkpoint-dir={tmp_path}", shard)
+    errors = errors_on_ranks(script, 2, args, {"loss_sums": nan_loss_sums})
     message = "stopped at step 4: the gradient was not finite in 4 steps in a row; no step of this run was good"
-    assert errors == [[f"NotFiniteError: {message}"]] * 2
+    assert errors == [f"NotFiniteError: {message}"] * 2
     assert names_in(tmp_path) == []
 
 
-def test_its_exit_status_is_not_0(script, alone, tmp_path):
+def test_the_exit_status_of_a_run_without_a_finite_gradient_is_not_0(script, environment, tmp_path):
     nan = changed(script, tmp_path / "nan", 'reduction="sum")\n', 'reduction="sum") * math.nan\n')
-    status, out, errors, _ = forked(script_on_ranks(nan, 2, "--max-bad-steps=3"), alone)
+    status, out, errors, _ = forked(script_on_ranks(nan, 2, "--max-bad-steps=3"), environment)
     assert status != 0
     assert "result" not in out
-    assert len(re.findall("^NotFiniteError: stopped at step 3", errors, re.M)) == 1
+    error_lines = re.findall("^NotFiniteError: stopped at step 3", errors, re.M)
+    assert len(error_lines) == 1
 
 
-def spoil_losses(trainer, calls):
-    """Make the loss nan in these calls of ``loss_sums``, counted from 1. So the trainer skips their steps."""
+def make_losses_nan(trainer, calls):
+    """Make the loss nan in these calls of ``loss_sums``, of which the first is 1, so that their steps are skipped."""
     own_loss_sums = trainer.loss_sums
     call_numbers = itertools.count(1)
 
@@ -908,9 +1013,9 @@ def spoil_losses(trainer, calls):
 
 
 def lines_around_skipped_steps(path, args):
-    """What is logged of the steps of a run whose second and third step are skipped."""
+    """Train, so that the second and the third step are skipped. Returns what was logged of steps: [{name: value}]."""
     trainer = loaded(path)
-    spoil_losses(trainer, calls=(2, 3))
+    make_losses_nan(trainer, calls=[2, 3])
     lines, _ = train_and_log(trainer, args)
     return [values for _, values in lines if is_of_training(values)]
 
@@ -918,26 +1023,26 @@ def lines_around_skipped_steps(path, args):
 def step_with_a_large_norm(path, args):
     """Take a step whose gradient has elements of about 1e22, so that the sum of their squares overflows.
 
-    Returns (the norm of the gradient, whether the step left all weights as they were).
+    Returns the norm of the gradient, and whether the step left all weights as they were.
     """
     trainer = loaded(path)
     own_loss_sums = trainer.loss_sums
     batch = (torch.ones(96, 64), torch.zeros(96, dtype=torch.int64))
-    factor = 1.0
 
-    def loss_sums(model, batch, args):
+    def huge_loss_sums(model, batch, args):
         sums = own_loss_sums(model, batch, args)
         total, count = sums["loss"]
-        sums["loss"] = (total * factor, count)
+        sums["loss"] = (total * 1e24, count)
         return sums
 
-    trainer.loss_sums = loss_sums
     training = trainer.build_training(args, CPU)
-    trainer.take_step(training, [batch], 1, args)  # now there is a momentum
-    before = copy_of(training.model.parameters())
-    factor = 1e24
+    trainer.take_step(training, [batch], 1, args)  # so that there is a momentum, which could move the weights
+    before = copies_of(training.model.parameters())
+
+    trainer.loss_sums = huge_loss_sums
     _, norm = trainer.take_step(training, [batch], 2, args)
-    return norm.item(), all_equal(before, training.model.parameters())
+    is_skipped = all_equal(before, training.model.parameters())
+    return norm.item(), is_skipped
 
 
 @pytest.mark.parametrize("max_norm", [0, 1])
@@ -951,16 +1056,16 @@ def test_a_norm_that_is_not_finite_skips_the_step_though_each_element_is(script,
 def skip_the_first_step(path, args):
     """Take step 1 with an infinite batch and step 2 with a good one.
 
-    Returns (whether step 1 left all weights as they were, whether all weights are finite after step 2).
+    Returns whether step 1 left all weights as they were, and whether all weights are finite after step 2.
     """
-    torch.use_deterministic_algorithms(True)  # so new memory is filled with nan
+    torch.use_deterministic_algorithms(True)  # it fills new memory with nan, so that an unset buffer shows
     trainer = loaded(path)
     labels = torch.zeros(96, dtype=torch.int64)
     infinite_batch = (torch.full((96, 64), torch.inf), labels)
     good_batch = (torch.ones(96, 64), labels)
 
     training = trainer.build_training(args, CPU)
-    before = copy_of(training.model.parameters())
+    before = copies_of(training.model.parameters())
     trainer.take_step(training, [infinite_batch], 1, args)
     is_skipped = all_equal(before, training.model.parameters())
     trainer.take_step(training, [good_batch], 2, args)
@@ -970,7 +1075,8 @@ def skip_the_first_step(path, args):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_the_first_step_may_be_skipped(script, dtype):
-    [(is_skipped, are_finite)] = launch(skip_the_first_step, str(script), settings(script, f"--dtype={dtype}"), nproc=1)
+    args = settings(script, f"--dtype={dtype}")
+    [(is_skipped, are_finite)] = launch(skip_the_first_step, str(script), args, nproc=1)
     assert is_skipped
     assert are_finite
 
@@ -981,60 +1087,69 @@ def test_skipped_steps_are_counted_and_leave_the_mean_loss_finite(script):
     assert [values["skipped"] for values in lines] == [2, 2, 2]
     first = lines[0]
     assert first["loss"] == pytest.approx(2.3, abs=0.2)
-    # The skipped steps have taken their time, too. The model has 19,210 parameters, and one target for each image.
+    # The speed counts the time and the samples of skipped steps too. There is one token, a label, for each sample.
+    num_parameters = 19_210
+    flops_per_second = 6 * num_parameters * first["samples/s"]
     assert "tokens/s" not in first
-    assert first["mfu"] == pytest.approx(6 * 19_210 * first["samples/s"] / 1e9)
+    assert first["mfu"] == pytest.approx(flops_per_second / 1e9)
 
 
-def test_ctrl_c_ends_with_a_checkpoint(script, alone, tmp_path):
+def wait_for_text(run, file, text, seconds):
+    """Wait until a run has written a text to "out" or to "errors", where its stdout and its stderr go."""
+    path = Path(run.output.name, file)
+
+    def has_written():
+        return path.exists() and text in path.read_text()
+
+    assert wait_until(has_written, seconds)
+
+
+def test_ctrl_c_ends_with_a_checkpoint(script, environment, tmp_path):
     flags = ["--epochs=5000", "--log-every=5", "--save-every=100000", f"--checkpoint-dir={tmp_path / 'runs'}"]
-    run = Forked(script_alone(script, *flags), alone)
-    out = Path(run.output.name, "out")
-    wait_until(lambda: out.exists() and "step 5:" in out.read_text(), seconds=120)
+    run = Forked(script_alone(script, *flags), environment)
+    wait_for_text(run, "out", "step 5:", seconds=120)
     os.kill(run.pid, signal.SIGINT)
-    status, text, errors, _ = run.end()
+    status, out, errors, _ = run.end()
     assert status == 0, errors
-    [step] = re.findall(r"^stopped by SIGTERM at step (\d+): go on with --resume$", text, re.M)
+    [step] = re.findall(r"^stopped by SIGTERM at step (\d+): go on with --resume$", out, re.M)
     assert names_in(tmp_path / "runs") == ["lock", f"step_{int(step):08}.pt", "stopped"]
 
 
-LOADS_DATA = '    path = "sklearn/datasets/data/digits.csv.gz"\n'
-CHOOSES = "    paths = list_checkpoints(folder)\n    if not paths and"
-MOMENTS = {  # the function in which a signal comes: (the line before which it comes, what the run says)
-    "load_data": (LOADS_DATA, "before a checkpoint was read"),
-    "choose_checkpoint": (CHOOSES, "at step 0: go on with --resume"),
-}
-
-
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
-@pytest.mark.parametrize("function", MOMENTS)
-def test_a_signal_that_comes_before_the_first_step_is_not_lost(script, alone, tmp_path, function, name):
-    """The batch file's shell ignores the signal, and so do its ranks until they say otherwise."""
-    line, said = MOMENTS[function]
-    early = changed(script, tmp_path / "early", line, f"    signal.raise_signal(signal.{name})\n{line}")
-    text = early.read_text()
-    text = text.replace("import atexit\n", "import atexit\nimport signal\n", 1)
-    ignores = f"signal.signal(signal.{name}, signal.SIG_IGN)\n"
-    text = text.replace("\n\ndef add_flags(", f"\n{ignores}\n\ndef add_flags(", 1)
-    early.write_text(text)
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        pytest.param(LOADS_DATA, "before a checkpoint was read", id="load_data"),
+        pytest.param(CHOOSES_CHECKPOINT, "at step 0: go on with --resume", id="choose_checkpoint"),
+    ],
+)
+def test_a_signal_that_comes_before_the_first_step_is_not_lost(script, environment, tmp_path, line, message, name):
+    """The signal comes just before a line of the script.
+
+    The script starts with the signal ignored, as a batch file does whose shell ignores it.
+    """
+    signalled = changed(script, tmp_path / "signalled", line, f"    signal.raise_signal(signal.{name})\n{line}")
+    first_function = "\n\ndef add_flags("
+    ignore_signal = f"\nsignal.signal(signal.{name}, signal.SIG_IGN)\n"
+    early = changed(signalled, tmp_path / "early", first_function, ignore_signal + first_function)
 
     flags = ["--max-steps=50", f"--checkpoint-dir={tmp_path / 'run'}"]
-    status, out, errors, _ = forked(script_alone(early, *flags), alone)
+    status, out, errors, _ = forked(script_alone(early, *flags), environment)
     assert status == 0, errors
-    assert f"stopped by {name} {said}\n" in out
+    assert f"stopped by {name} {message}\n" in out
     assert names_in(tmp_path / "run") == ["lock", "stopped"]
 
 
-def test_ranks_that_start_after_the_signal_stop_before_they_load(script, alone, tmp_path):
-    """STOP_AT is from the batch file. Ranks that torchrun has started again did not get the signal."""
+def test_ranks_that_start_after_the_signal_stop_before_they_load(script, environment, tmp_path):
+    """Ranks that torchrun starts after Slurm's signal do not get it. The batch file tells them its time, in STOP_AT."""
     flags = ["--max-steps=3", "--save-every=2", f"--checkpoint-dir={tmp_path}", "--resume"]
-    late = {**alone, "STOP_AT": str(time.time() - 1)}
+    late = {**environment, "STOP_AT": str(time.time() - 1)}
     status, out, errors, _ = forked(script_on_ranks(script, 2, *flags), late)
     assert status == 0, errors
     assert "stopped by SIGUSR1 before a checkpoint was read\n" in out
     assert names_in(tmp_path) == ["lock", "stopped"]
 
-    early = {**alone, "STOP_AT": str(time.time() + 1000)}
+    early = {**environment, "STOP_AT": str(time.time() + 1000)}
     status, out, errors, _ = forked(script_on_ranks(script, 2, *flags), early)
     assert status == 0, errors
     assert '"step": 3' in out
@@ -1084,7 +1199,7 @@ class TenMillionNumbers:
 def memory_and_positions(path, args):
     """Resume late in an epoch of a large data set, and read one batch.
 
-    Returns (the MiB that this takes, for how many positions of the shuffled order the sample was calculated).
+    Returns the MiB that this takes, and the number of positions of the shuffled order that were computed.
     """
     import resource
 
@@ -1100,7 +1215,7 @@ def memory_and_positions(path, args):
     trainer.shuffled = shuffled
     batches = trainer.MicroBatches(TenMillionNumbers(), args)
     batches.start_step.fill_(9_900_000 // args.batch_size)
-    trainer.shuffled(np.arange(3), 3, "a")  # so what the first call imports is not counted
+    trainer.shuffled(np.arange(3), 3, "a")  # a first call, whose imports are not to be counted
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
     next(iter(batches))
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -1114,8 +1229,8 @@ def test_ten_million_samples_need_no_memory_and_a_late_resume_skips_what_is_done
     assert positions < 20_000
 
 
-class DrawsSeldom(torch.utils.data.Dataset):
-    """Only every fiftieth sample is random, by one of the three generators. It is less than 1."""
+class SeldomRandom(torch.utils.data.Dataset):
+    """Sample i is i, but every fiftieth is a random number below 1, drawn by torch, NumPy and random in turn."""
 
     def __len__(self):
         return 1440
@@ -1123,18 +1238,22 @@ class DrawsSeldom(torch.utils.data.Dataset):
     def __getitem__(self, index):
         if index % 50 != 7:
             return float(index)
-        generator = index // 50 % 3
-        if generator == 0:
+        number_of_draw = index // 50
+        if number_of_draw % 3 == 0:
             return torch.rand(()).item()
-        if generator == 1:
+        if number_of_draw % 3 == 1:
             return np.random.rand()
         return random.random()
 
 
-def samples_and_seeds(path, args, num_steps):
+def read_seldom_random_samples(path, args, num_steps):
     """Read the samples of some steps, and count how often the trainer seeds the generators for a sample.
 
-    Returns (the samples, the number of seeds before the data set first drew, the samples if each one is seeded).
+    Returns a dictionary:
+
+    - "samples";
+    - "expected": the same samples, read with a seed for each;
+    - "seeds before first draw": how often the trainer had seeded before the data set drew its first number.
     """
     trainer = loaded(path)
     own_seed_all = trainer.seed_all
@@ -1147,30 +1266,35 @@ def samples_and_seeds(path, args, num_steps):
         own_seed_all(*place)
 
     trainer.seed_all = seed_all
-    batches = trainer.MicroBatches(DrawsSeldom(), args)
+    batches = trainer.MicroBatches(SeldomRandom(), args)
     samples = []
     expected = []
-    seeds_at_first_draw = None
+    seeds_before_first_draw = None
     for micro_batch in trainer.islice(batches.of_map_style(0), num_steps):
         samples += batches.read_samples(micro_batch)
         if not batches.dataset_draws:
-            seeds_at_first_draw = num_seeds
+            seeds_before_first_draw = num_seeds
         for index in micro_batch.samples.tolist():
             own_seed_all("sample", args.seed, micro_batch.epoch, index)
             expected.append(batches.dataset[index])
-    return samples, seeds_at_first_draw, expected
+    return {"samples": samples, "expected": expected, "seeds before first draw": seeds_before_first_draw}
 
 
 def test_a_sample_is_seeded_by_its_place_if_the_data_set_draws_and_not_at_all_if_it_does_not(script):
+    """180 steps of 8 samples are one pass over the data set."""
     args = settings(script, "--batch-size=8")
-    [(samples, seeds_at_first_draw, expected)] = launch(samples_and_seeds, str(script), args, 180, nproc=1)
-    assert samples == expected
-    assert sum(sample < 1 for sample in samples) == 30  # 29 are random, and sample 0 is 0
-    assert seeds_at_first_draw == 0
+    [read] = launch(read_seldom_random_samples, str(script), args, 180, nproc=1)
+    assert read["samples"] == read["expected"]
+    below_1 = [sample for sample in read["samples"] if sample < 1]
+    assert len(below_1) == 30  # 29 random ones, and sample 0, which is 0
+    assert read["seeds before first draw"] == 0
 
 
 class Shards:
-    """A stream of shards of unequal lengths, which records the numbers of the shards that were asked for."""
+    """A stream of eight shards of unequal lengths. ``read`` has the numbers of the shards that were asked for.
+
+    A sample is a random number: the hundreds are its shard, and what is before the point is its place there.
+    """
 
     num_shards = 8
 
@@ -1185,17 +1309,20 @@ class Shards:
         return Shards(index, self.lengths)
 
     def __iter__(self):
-        for number in range(self.lengths[self.index]):
-            yield 100 * self.index + number + torch.rand(()).item() / 2
+        for place in range(self.lengths[self.index]):
+            yield 100 * self.index + place + torch.rand(()).item() / 2
 
 
-def samples_of_shards(path, args, start_step, steps):
-    """({(step, number of the micro-batch): its samples}, the shards that this rank has read)."""
+def samples_of_shards(path, args, start_step, num_steps):
+    """Read the samples of some steps on this rank.
+
+    Returns {(step, number of the micro-batch): its samples}, and the numbers of the shards that were read.
+    """
     trainer = loaded(path)
     stream = Shards()
     batches = trainer.MicroBatches(stream, args).of_shards(start_step)
     samples = {}
-    for batch in trainer.islice(batches, steps * args.accumulate):
+    for batch in trainer.islice(batches, num_steps * args.accumulate):
         samples[batch.step, batch.number] = batch.samples
     return samples, stream.read
 
@@ -1206,8 +1333,9 @@ def test_each_rank_reads_its_own_shards_and_all_ways_to_cut_give_the_same(script
     [(samples, _)] = launch(samples_of_shards, str(script), args, 0, 6, nproc=1)
 
     args_of_two = settings(script, "--batch-size=16", "--accumulate=2")
-    of_ranks = launch(samples_of_shards, str(script), args_of_two, 0, 6, nproc=2)
-    (samples_of_rank_0, shards_of_rank_0), (samples_of_rank_1, shards_of_rank_1) = of_ranks
+    rank_0, rank_1 = launch(samples_of_shards, str(script), args_of_two, 0, 6, nproc=2)
+    samples_of_rank_0, shards_of_rank_0 = rank_0
+    samples_of_rank_1, shards_of_rank_1 = rank_1
     assert samples_of_rank_0 | samples_of_rank_1 == samples
     assert shards_of_rank_0 == {0, 2, 4, 6}
     assert shards_of_rank_1 == {1, 3, 5, 7}
@@ -1221,13 +1349,19 @@ def test_each_rank_reads_its_own_shards_and_all_ways_to_cut_give_the_same(script
     assert late_samples == expected
 
 
-class ShuffledShards(Shards):
-    """Shards of three samples, (the shard, the epoch, the number), in another order in each pass. They can skip."""
+class ShuffledShards:
+    """A stream of eight shards of three samples (shard, epoch, number), in another order in each epoch.
 
-    def __init__(self, index=None, lengths=(3,) * 8, epoch=0, skipped=0):
-        super().__init__(index, lengths)
-        self.epoch = epoch
-        self.skipped = skipped
+    A shard has ``set_epoch``, and ``skip``, which returns the shard without its first samples.
+    """
+
+    num_shards = 8
+    samples_of_shard = 3
+
+    def __init__(self, index=None, num_skipped=0):
+        self.index = index
+        self.num_skipped = num_skipped
+        self.epoch = 0
 
     def shard(self, num_shards, index):
         return ShuffledShards(index)
@@ -1235,23 +1369,24 @@ class ShuffledShards(Shards):
     def set_epoch(self, epoch):
         self.epoch = epoch
 
-    def skip(self, number):
-        return ShuffledShards(self.index, self.lengths, 0, number)
+    def skip(self, num_samples):
+        return ShuffledShards(self.index, num_skipped=num_samples)
 
     def __len__(self):
-        return self.lengths[self.index]
+        return self.samples_of_shard
 
     def __iter__(self):
-        for number in range(self.skipped, self.lengths[self.index]):
-            yield self.index, self.epoch, (number + self.epoch) % self.lengths[self.index]
+        for place in range(self.num_skipped, self.samples_of_shard):
+            number = (place + self.epoch) % self.samples_of_shard
+            yield self.index, self.epoch, number
 
 
-def samples_of_shard_0(path, args, start_step, steps):
-    """The samples of shard 0 in some steps."""
+def samples_of_shard_0(path, args, start_step, num_steps):
+    """Read the samples of some steps. Returns those of shard 0."""
     trainer = loaded(path)
     batches = trainer.MicroBatches(ShuffledShards(), args).of_shards(start_step)
     samples = []
-    for batch in trainer.islice(batches, steps):
+    for batch in trainer.islice(batches, num_steps):
         for sample in batch.samples:
             shard, _, _ = sample
             if shard == 0:
@@ -1260,17 +1395,18 @@ def samples_of_shard_0(path, args, start_step, steps):
 
 
 def test_each_pass_over_a_shard_has_an_epoch_of_its_own(script):
-    """A step takes one sample of each of the eight shards."""
+    """A step takes one sample of each of the eight shards, so a pass over a shard of three takes three steps."""
     args = settings(script, "--batch-size=8")
     [samples] = launch(samples_of_shard_0, str(script), args, 0, 7, nproc=1)
     epochs = [epoch for _, epoch, _ in samples]
     assert epochs == [0, 0, 0, 1, 1, 1, 2]
+
     [samples_from_step_4] = launch(samples_of_shard_0, str(script), args, 4, 3, nproc=1)
     assert samples_from_step_4 == samples[4:]
 
 
-class SlowToResume(torch.utils.data.IterableDataset):
-    """A stream of which rank 1 gets the first sample late, as when a resumed job reads up to where it stopped."""
+class SlowOnRank1AtFirst(torch.utils.data.IterableDataset):
+    """A stream whose first sample comes late on rank 1, as when a resumed job reads up to where it stopped."""
 
     def __init__(self, seconds):
         self.seconds = seconds
@@ -1283,12 +1419,15 @@ class SlowToResume(torch.utils.data.IterableDataset):
 
 
 def error_of_a_slow_stream(path, args, seconds):
-    """The error of a run whose stream is slow to resume. It fails if a rank waits 3 seconds for another in a step."""
+    """Train with a stream whose first sample comes late. Returns the error, which is "none" if the run ends well.
+
+    It is an error here if a rank waits for another one in a step, for more than 3 seconds.
+    """
     trainer = loaded(path)
     own_take_step = trainer.take_step
 
     def load_data(args):
-        return SlowToResume(seconds), None
+        return SlowOnRank1AtFirst(seconds), None
 
     def take_step(training, micro_batches, step, args):
         start = time.monotonic()
@@ -1303,12 +1442,17 @@ def error_of_a_slow_stream(path, args, seconds):
 
 
 def test_no_rank_waits_in_a_step_for_one_that_reads_the_stream_again(script, tmp_path):
-    """In a step it would wait for --patience only; before the step it waits for days."""
+    """In a step, a rank waits for others as long as --patience says. Before the first step it waits for days."""
     flags = [f"--checkpoint-dir={tmp_path}", "--resume", "--allow-change=max_steps", "--warmup=1"]
     args = settings(script, *flags, "--max-steps=2")
-    assert launch(error_of_a_slow_stream, str(script), args, 0, nproc=2) == ["none"] * 2
-    args = settings(script, *flags, "--max-steps=4")
-    assert launch(error_of_a_slow_stream, str(script), args, 8, nproc=2) == ["none"] * 2
+    no_delay = 0
+    errors = launch(error_of_a_slow_stream, str(script), args, no_delay, nproc=2)
+    assert errors == ["none"] * 2
+
+    args_of_resume = settings(script, *flags, "--max-steps=4")
+    delay = 8
+    errors = launch(error_of_a_slow_stream, str(script), args_of_resume, delay, nproc=2)
+    assert errors == ["none"] * 2
     assert (tmp_path / "step_00000004.pt").exists()
 
 
@@ -1336,9 +1480,9 @@ class Blocks(nn.Module):
 
 
 def losses_of_blocks(path, all_args, optimizer="AdamW", last_step=None):
-    """Train ``Blocks`` with each of these settings. Of each run: ({step: loss}, the metrics of its last validation).
+    """Train ``Blocks`` with each of these settings. Returns a pair for each run: {step: loss}, and the last metrics.
 
-    With last_step a run ends after it, with a checkpoint. Its learning rates remain those of --max-steps.
+    With ``last_step``, a run ends after this step, with a checkpoint. Its learning rates remain those of --max-steps.
     """
     trainer = loaded(path)
 
@@ -1347,7 +1491,8 @@ def losses_of_blocks(path, all_args, optimizer="AdamW", last_step=None):
 
     def build_optimizer(model, args):
         trained = [param for param in model.parameters() if param.requires_grad]
-        return getattr(torch.optim, optimizer)(trained, args.lr, fused=True)
+        optimizer_class = getattr(torch.optim, optimizer)
+        return optimizer_class(trained, args.lr, fused=True)
 
     trainer.build_model = build_model
     trainer.build_optimizer = build_optimizer
@@ -1357,18 +1502,18 @@ def losses_of_blocks(path, all_args, optimizer="AdamW", last_step=None):
     runs = []
     for args in all_args:
         lines, metrics = train_and_log(trainer, args)
-        losses = {step: values["loss"] for step, values in lines if is_of_training(values)}
-        runs.append((losses, metrics))
+        runs.append((losses_of_steps(lines), metrics))
     return runs
 
 
 def end_early(trainer, last_step):
-    """End the trainer's loop after a step, and keep the learning rates of a run of --max-steps."""
+    """Let the trainer's loop end after a step, with the learning rates of a run of --max-steps."""
     own_plan_steps = trainer.plan_steps
     own_lr_factor = trainer.lr_factor
 
     def plan_steps(train_set, val_set, args):
-        return dataclasses.replace(own_plan_steps(train_set, val_set, args), total=last_step)
+        steps = own_plan_steps(train_set, val_set, args)
+        return dataclasses.replace(steps, total=last_step)
 
     def lr_factor(step, total_steps, args):
         return own_lr_factor(step, args.max_steps, args)
@@ -1377,9 +1522,7 @@ def end_early(trainer, last_step):
     trainer.lr_factor = lr_factor
 
 
-BLOCKS = ["--max-steps=12", "--warmup=2", "--log-every=1", "--lr=0.01", "--save-every=4", "--ema=0.9"]
-
-
+FLAGS_OF_BLOCKS = ["--max-steps=12", "--warmup=2", "--log-every=1", "--lr=0.01", "--save-every=4", "--ema=0.9"]
 WAYS_TO_WRAP = {  # the name of the run's folder: its flags
     "ddp": ["--no-shard"],
     "fsdp": ["--shard"],
@@ -1392,10 +1535,11 @@ WAYS_TO_WRAP = {  # the name of the run's folder: its flags
 def test_a_sharded_run_has_the_losses_of_ddp(script, tmp_path, optimizer):
     all_args = []
     for name, flags in WAYS_TO_WRAP.items():
-        all_args.append(settings(script, *BLOCKS, *flags, f"--checkpoint-dir={tmp_path / name}"))
+        all_args.append(settings(script, *FLAGS_OF_BLOCKS, *flags, f"--checkpoint-dir={tmp_path / name}"))
     runs, _ = launch(losses_of_blocks, str(script), all_args, optimizer, nproc=2)
+    run_with_ddp, *sharded_runs = runs
 
-    (losses_of_ddp, metrics_of_ddp), *sharded_runs = runs
+    losses_of_ddp, metrics_of_ddp = run_with_ddp
     for losses, metrics in sharded_runs:
         assert losses == pytest.approx(losses_of_ddp, rel=1e-4)
         assert metrics == pytest.approx(metrics_of_ddp, rel=1e-3)
@@ -1404,36 +1548,40 @@ def test_a_sharded_run_has_the_losses_of_ddp(script, tmp_path, optimizer):
     weights_of_fsdp = torch.load(tmp_path / "fsdp" / "weights.pt", weights_only=True)
     assert list(weights_of_ddp) == list(Blocks().state_dict())
     for name, weight in weights_of_ddp.items():
-        assert torch.allclose(weight, weights_of_fsdp[name].reshape(weight.shape), atol=1e-4), name
+        sharded_weight = weights_of_fsdp[name].reshape(weight.shape)  # a scalar has a dimension of 1 there
+        assert torch.allclose(weight, sharded_weight, atol=1e-4), name
 
 
 def test_replicas_of_a_sharded_model_have_the_losses_of_ddp(script):
-    with_ddp = settings(script, *BLOCKS, "--accumulate=2")
-    with_replicas = settings(script, *BLOCKS, "--accumulate=2", "--shard", "--replicas=2")
-    runs_of_ranks = launch(losses_of_blocks, str(script), [with_ddp, with_replicas], nproc=4)
-    (losses, metrics), (losses_of_replicas, metrics_of_replicas) = runs_of_ranks[0]
-    assert losses_of_replicas == pytest.approx(losses, rel=1e-4)
-    assert metrics_of_replicas == pytest.approx(metrics, rel=1e-3)
+    with_ddp = settings(script, *FLAGS_OF_BLOCKS, "--accumulate=2")
+    with_replicas = settings(script, *FLAGS_OF_BLOCKS, "--accumulate=2", "--shard", "--replicas=2")
+    runs, *_ = launch(losses_of_blocks, str(script), [with_ddp, with_replicas], nproc=4)
+    run_with_ddp, run_with_replicas = runs
+    losses_of_ddp, metrics_of_ddp = run_with_ddp
+    losses, metrics = run_with_replicas
+    assert losses == pytest.approx(losses_of_ddp, rel=1e-4)
+    assert metrics == pytest.approx(metrics_of_ddp, rel=1e-3)
 
 
-def printed_of_replicas(path, args):
-    """What the trainer prints about replicas of two ranks if a node has three."""
+def printed_on_nodes_of_three_ranks(path, args):
+    """What the trainer prints about --replicas if a node has three ranks."""
     os.environ["LOCAL_WORLD_SIZE"] = "3"
     with contextlib.redirect_stdout(io.StringIO()) as out:
         loaded(path).sharding_options(args, CPU)
     return out.getvalue()
 
 
-def test_replicas_that_are_cut_by_the_border_of_a_node_are_said(script, capsys):
-    """After --nodes=7 in place of 8, --replicas 8 divides 56 ranks as well."""
+def test_replicas_whose_ranks_are_cut_by_the_border_of_a_node_are_reported(script, capsys):
+    """It may happen by chance: --replicas=8 is right for 8 nodes of 8 ranks, and still divides the 56 ranks of 7."""
     args = settings(script, "--shard", "--replicas=2")
-    printed, *_ = launch(printed_of_replicas, str(script), args, nproc=4)
+    printed, *_ = launch(printed_on_nodes_of_three_ranks, str(script), args, nproc=4)
     assert printed.startswith("--replicas: 2 ranks make a replica, and a node has 3, so some ")
 
     trainer = loaded(script)
     for num_shards in (4, 8, 16):  # they divide a node of 8 ranks, or fill several
         trainer.warn_of_cut_replicas(num_shards, ranks_per_node=8)
     assert capsys.readouterr().out == ""
+
     for num_shards in (7, 12):
         trainer.warn_of_cut_replicas(num_shards, ranks_per_node=8)
         printed = capsys.readouterr().out
@@ -1445,28 +1593,29 @@ def test_a_checkpoint_is_resumed_across_ddp_and_fsdp_and_numbers_of_ranks(script
 
     BatchNorm's loss depends on the micro-batches, so each run has four in a step, of all ranks together.
     """
-    args = settings(script, *BLOCKS, "--accumulate=4")
-    [[(whole_losses, whole_metrics)]] = launch(losses_of_blocks, str(script), [args], nproc=1)
+    args = settings(script, *FLAGS_OF_BLOCKS, "--accumulate=4")
+    [[whole_run]] = launch(losses_of_blocks, str(script), [args], nproc=1)
+    whole_losses, whole_metrics = whole_run
 
-    parts = [  # (ranks, last step, flags)
-        (2, 4, ["--accumulate=2"]),
-        (4, 8, ["--shard", "--replicas=2", "--resume"]),
-        (2, 12, ["--shard", "--accumulate=2", "--resume"]),
-    ]
-    for ranks, last_step, flags in parts:
-        args = settings(script, *BLOCKS, f"--checkpoint-dir={tmp_path}", *flags)
-        runs_of_ranks = launch(losses_of_blocks, str(script), [args], "AdamW", last_step, nproc=ranks)
-        [(losses, metrics)] = runs_of_ranks[0]
+    def run_part(nproc, last_step, *flags):
+        """Go on up to ``last_step``, compare the losses, and return the last metrics."""
+        args = settings(script, *FLAGS_OF_BLOCKS, f"--checkpoint-dir={tmp_path}", *flags)
+        runs_of_rank_0, *_ = launch(losses_of_blocks, str(script), [args], "AdamW", last_step, nproc=nproc)
+        [(losses, metrics)] = runs_of_rank_0
         assert max(losses) == last_step
         expected = {step: whole_losses[step] for step in losses}
         assert losses == pytest.approx(expected, rel=1e-3)
+        return metrics
+
+    run_part(2, 4, "--accumulate=2")
+    run_part(4, 8, "--shard", "--replicas=2", "--resume")
+    metrics = run_part(2, 12, "--shard", "--accumulate=2", "--resume")
     assert metrics["val_accuracy"] == pytest.approx(whole_metrics["val_accuracy"], abs=0.02)
 
 
 def test_a_model_on_the_meta_device_is_initialized_block_by_block(script):
     args = settings(script, "--shard", "--meta", "--max-steps=30", "--dtype=bfloat16")
-    errors = launch(errors_of, str(script), [args], nproc=2)
-    assert errors == [["none"]] * 2
+    assert errors_on_ranks(script, 2, args) == ["none"] * 2
 
 
 def weights_of_the_script(script):
@@ -1476,30 +1625,33 @@ def weights_of_the_script(script):
     return loaded(script).build_model(args).state_dict()
 
 
-def test_a_run_starts_from_weights_and_says_what_matched(script, alone, tmp_path):
-    """The file has two prefixes before each name, one weight of another shape, and one that the model has not."""
+def test_a_run_starts_from_weights_and_says_what_matched(script, environment, tmp_path):
+    """The file is as torch.compile and DDP name the weights: with two prefixes.
+
+    One of its weights has another shape than in the model, and one is not in the model.
+    """
     file = tmp_path / "foreign.pt"
-    weights = {f"_orig_mod.module.{name}": weight for name, weight in weights_of_the_script(script).items()}
-    weights["_orig_mod.module.3.weight"] = torch.ones(11, 256)
-    weights["_orig_mod.module.head.bias"] = torch.ones(3)
-    torch.save(weights, file)
+    weights = weights_of_the_script(script)
+    weights["3.weight"] = torch.ones(11, 256)
+    weights["head.bias"] = torch.ones(3)
+    torch.save({f"_orig_mod.module.{name}": weight for name, weight in weights.items()}, file)
     flags = ["--max-steps=10", f"--init-from={file}"]
     for shard in ("--no-shard", "--shard"):
-        status, out, errors, _ = forked(script_on_ranks(script, 2, shard, *flags), alone)
+        status, out, errors, _ = forked(script_on_ranks(script, 2, shard, *flags), environment)
         assert status == 0, errors
         assert "3 of the model's 4 tensors match" in out
         assert "1 not in the model: head.bias" in out
         assert "1 of another shape: 3.weight" in out
 
     torch.save({"other": torch.ones(3)}, file)
-    status, _, errors, _ = forked(script_on_ranks(script, 2, *flags), alone)
+    status, _, errors, _ = forked(script_on_ranks(script, 2, *flags), environment)
     assert status != 0
     assert "no tensor of the model is in the file" in errors
 
 
-def test_training_goes_on_longer_and_at_another_rate_if_told(script, folder):
+def test_training_goes_on_longer_and_at_another_rate_if_allowed(script, folder):
     args = settings_to_go_on(script, folder, "--resume", "--lr=0.05", "--allow-change=max_steps,lr")
-    assert launch(errors_of, str(script), [args], nproc=1) == [["none"]]
+    assert error_on_one_rank(script, args) == "none"
     assert (folder / "step_00000012.pt").exists()
 
 
@@ -1507,7 +1659,7 @@ def test_training_goes_on_longer_and_at_another_rate_if_told(script, folder):
 
 
 class InitializesItself(nn.Module):
-    """A model that initializes its own weights, and has a table that is in no checkpoint."""
+    """A model that initializes its own weights, and a buffer, ``table``, that is in no checkpoint."""
 
     def __init__(self):
         super().__init__()
@@ -1523,18 +1675,21 @@ class InitializesItself(nn.Module):
 
 
 def init_weights(model):
-    for number, block in enumerate(model.blocks, start=1):
-        nn.init.normal_(block.weight, std=0.02 * number)
-        nn.init.zeros_(block.bias)
+    """Initialize all weights and the table, for --meta as well as in the constructor."""
+    first_block, second_block = model.blocks
+    nn.init.normal_(first_block.weight, std=0.02)
+    nn.init.zeros_(first_block.bias)
+    nn.init.normal_(second_block.weight, std=0.04)
+    nn.init.zeros_(second_block.bias)
     nn.init.normal_(model.last.weight, std=0.3)
     nn.init.constant_(model.last.bias, 0.5)
     model.table.copy_(torch.arange(64.0))
 
 
 def first_weights_of(path, args, init_weights=None, model_class=InitializesItself):
-    """{name: (mean, standard deviation)} of the weights and buffers before the first step, or the error.
+    """Build a model for training. Returns {name: (mean, standard deviation)} of its weights and buffers, or the error.
 
-    With init_weights, it is in place of the script's own.
+    Only rank 0 returns the numbers. ``init_weights`` is taken in place of the script's own.
     """
     trainer = loaded(path)
 
@@ -1554,7 +1709,7 @@ def first_weights_of(path, args, init_weights=None, model_class=InitializesItsel
 
 
 class WithARealTable(InitializesItself):
-    """Its table is from NumPy, so it is a real tensor on the meta device, too."""
+    """Its table is from NumPy, so it is a real tensor even if the model is built on the meta device."""
 
     def __init__(self):
         super().__init__()
@@ -1562,36 +1717,38 @@ class WithARealTable(InitializesItself):
 
 
 def test_weights_on_the_meta_device_are_those_that_the_model_draws(script):
-    plain, _ = launch(first_weights_of, str(script), settings(script), nproc=2)
-    meta = settings(script, "--shard", "--meta")
-    on_meta, _ = launch(first_weights_of, str(script), meta, init_weights, nproc=2)
-    assert on_meta.keys() == plain.keys()
-    for name, (mean, deviation) in plain.items():
-        # The generators differ, so the numbers are alike only as samples of one distribution are.
+    """They are drawn by other generators, so they are equal as samples of one distribution are, in about 15 %."""
+    with_ddp = settings(script)
+    on_meta = settings(script, "--shard", "--meta")
+    expected, _ = launch(first_weights_of, str(script), with_ddp, nproc=2)
+    weights, _ = launch(first_weights_of, str(script), on_meta, init_weights, nproc=2)
+    assert weights.keys() == expected.keys()
+    for name, (mean, deviation) in expected.items():
         tolerance = 0.15 * deviation + 1e-9
-        assert on_meta[name] == pytest.approx((mean, deviation), rel=0.15, abs=tolerance), name
+        assert weights[name] == pytest.approx((mean, deviation), rel=0.15, abs=tolerance), name
 
 
 def test_the_meta_device_is_refused_where_a_weight_would_be_garbage(script):
-    meta = settings(script, "--shard", "--meta")
-    errors = launch(first_weights_of, str(script), meta, nproc=2)
-    assert errors == ["--meta needs an init_weights(model) for your build_model."] * 2
-
     def init_all_but_the_table(model):
         table = model.table.clone()
         init_weights(model)
         model.table.copy_(table)
 
-    errors = launch(first_weights_of, str(script), meta, init_all_but_the_table, nproc=2)
+    args = settings(script, "--shard", "--meta")
+    errors = launch(first_weights_of, str(script), args, nproc=2)
+    assert errors == ["--meta needs an init_weights(model) for your build_model."] * 2
+
+    errors = launch(first_weights_of, str(script), args, init_all_but_the_table, nproc=2)
     assert errors == ["rank 0: --meta: init_weights has not set table."] * 2
-    [error, _] = launch(first_weights_of, str(script), meta, init_weights, WithARealTable, nproc=2)
+
+    [error, _] = launch(first_weights_of, str(script), args, init_weights, WithARealTable, nproc=2)
     assert error == "--meta: build_model has filled table, which init_weights has to do."
 
 
 def modes_after_training(path, args):
-    """Train a model whose first layer is frozen by eval(), with validations.
+    """Train a model whose first layer, a BatchNorm, is frozen by eval().
 
-    Returns (each layer's ``training``, the largest running mean of the first layer).
+    Returns ``training`` of each layer at the end, and the largest running mean of the first one, which begins at 0.
     """
     trainer = loaded(path)
 
@@ -1613,7 +1770,7 @@ def test_a_layer_that_is_frozen_by_eval_stays_frozen_after_a_validation(script, 
 
 
 def dtypes_in_evaluate(path, args):
-    """The dtypes of the logits that an ``evaluate`` gets when it calls the model."""
+    """Train with an ``evaluate`` that calls the model. Returns the dtypes of the logits that it gets."""
     trainer = loaded(path)
     dtypes = set()
 
@@ -1630,7 +1787,8 @@ def dtypes_in_evaluate(path, args):
 @pytest.mark.parametrize("shard", ["--shard", "--no-shard"])
 def test_metrics_of_ones_own_are_computed_as_the_loss_is(script, shard):
     args = settings(script, "--max-steps=10", "--dtype=bfloat16", shard)
-    assert launch(dtypes_in_evaluate, str(script), args, nproc=2) == [{torch.bfloat16}] * 2
+    dtypes_of_ranks = launch(dtypes_in_evaluate, str(script), args, nproc=2)
+    assert dtypes_of_ranks == [{torch.bfloat16}] * 2
 
 
 class Block(nn.Module):
@@ -1639,25 +1797,31 @@ class Block(nn.Module):
         self.layer = nn.Linear(4, 4)
 
 
-def models_and_numbers_of_blocks():
-    """{what the model is: (the model, how many blocks it has)}."""
-    a_list_in_a_dict = nn.ModuleDict({"embed": nn.Embedding(4, 4), "blocks": nn.ModuleList([Block(), Block()])})
-    stages = nn.Sequential(nn.BatchNorm1d(4), nn.Sequential(Block(), Block()), nn.Sequential(Block()))
-    return {
-        "a list": (nn.ModuleList([Block(), Block(), Block()]), 3),
-        "a list in a dict": (a_list_in_a_dict, 2),
-        "a dict": (nn.ModuleDict({"0": Block(), "1": Block()}), 2),
-        "layers in a row": (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), 2),
-        "stages": (stages, 3),
-        "heads, of which a rank may call one": (nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}), 0),
-        "one layer": (nn.Linear(4, 4), 0),
-    }
-
-
 def test_blocks_are_found_in_lists_dicts_and_sequences(script):
-    trainer = loaded(script)
-    for name, (model, number_of_blocks) in models_and_numbers_of_blocks().items():
-        assert len(trainer.find_blocks(model)) == number_of_blocks, name
+    find_blocks = loaded(script).find_blocks
+
+    a_list = nn.ModuleList([Block(), Block(), Block()])
+    assert len(find_blocks(a_list)) == 3
+
+    list_in_a_dict = nn.ModuleDict({"embed": nn.Embedding(4, 4), "blocks": nn.ModuleList([Block(), Block()])})
+    assert len(find_blocks(list_in_a_dict)) == 2
+
+    numbered_dict = nn.ModuleDict({"0": Block(), "1": Block()})
+    assert len(find_blocks(numbered_dict)) == 2
+
+    layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    assert len(find_blocks(layers)) == 2
+
+    stages = nn.Sequential(nn.BatchNorm1d(4), nn.Sequential(Block(), Block()), nn.Sequential(Block()))
+    assert len(find_blocks(stages)) == 3
+
+
+def test_heads_and_a_single_layer_are_no_blocks(script):
+    """A rank may call only some of several heads, and all ranks have to call the same blocks."""
+    find_blocks = loaded(script).find_blocks
+    heads = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    assert find_blocks(heads) == []
+    assert find_blocks(nn.Linear(4, 4)) == []
 
 
 def test_recompute_without_blocks_or_with_batch_norm_is_refused(script):
@@ -1668,37 +1832,39 @@ def test_recompute_without_blocks_or_with_batch_norm_is_refused(script):
         return nn.ModuleList([nn.BatchNorm1d(64)])
 
     args = settings(script, "--recompute", "--max-steps=10")
-    [[error]] = launch(errors_of, str(script), [args], {"build_model": without_blocks}, nproc=1)
+    error = error_on_one_rank(script, args, {"build_model": without_blocks})
     assert error.startswith("UsageError: --recompute finds no blocks in the model")
-    [[error]] = launch(errors_of, str(script), [args], {"build_model": with_batch_norm}, nproc=1)
+    error = error_on_one_rank(script, args, {"build_model": with_batch_norm})
     assert error.startswith("UsageError: --recompute would update BatchNorm twice")
 
 
-def errors_of_unlike_flags(path, args, flags_of_rank_1):
+def error_of_unlike_flags(path, args):
+    """Train with another --lr and other --num-workers on rank 1. Returns the error."""
     if dist.get_rank() == 1:
-        vars(args).update(flags_of_rank_1)
-    return errors_of(path, [args])
+        args.lr = 0.01
+        args.num_workers = 1
+    [error] = errors_of(path, [args])
+    return error
 
 
-def errors_of_unlike_data(path, args, size_of_each_rank):
-    """The error of a run in which each rank has a training set of its own size."""
-    size = size_of_each_rank[dist.get_rank()]
-
-    def load_data(args):
-        return blank_samples(size), blank_samples(9)
-
-    return errors_of(path, [args], {"load_data": load_data})
-
-
-def test_ranks_with_other_flags_or_data_are_refused_on_all(script):
+def test_ranks_with_different_flags_are_refused_on_all(script):
+    """Another --num-workers is no error: it does not decide what a run trains."""
     args = settings(script, "--max-steps=10")
-    errors = launch(errors_of_unlike_flags, str(script), args, {"lr": 0.01, "num_workers": 1}, nproc=2)
-    expected = "--lr: rank 0 has 0.1, and rank 1 has 0.01. Start all ranks with the same."
-    assert errors == [[f"UsageError: {expected}"]] * 2
+    errors = launch(error_of_unlike_flags, str(script), args, nproc=2)
+    message = "--lr: rank 0 has 0.1, and rank 1 has 0.01. Start all ranks with the same."
+    assert errors == [f"UsageError: {message}"] * 2
 
-    errors = launch(errors_of_unlike_data, str(script), args, [200, 199], nproc=2)
-    expected = "training samples: rank 0 has 200, and rank 1 has 199. Start all ranks with the same."
-    assert errors == [[f"UsageError: {expected}"]] * 2
+
+def load_unlike_data(args):
+    """Data whose training set has a sample less on rank 1."""
+    size = 200 - dist.get_rank()
+    return blank_samples(size), blank_samples(9)
+
+
+def test_ranks_with_different_data_are_refused_on_all(script):
+    errors = errors_on_ranks(script, 2, settings(script, "--max-steps=10"), {"load_data": load_unlike_data})
+    message = "training samples: rank 0 has 200, and rank 1 has 199. Start all ranks with the same."
+    assert errors == [f"UsageError: {message}"] * 2
 
 
 # --- a rank that fails says so ----------------------------------------------------------------------------------------
@@ -1707,64 +1873,66 @@ def test_ranks_with_other_flags_or_data_are_refused_on_all(script):
 def broken_on_rank_1(script, folder, statement):
     """A copy of the script in which rank 1 runs this statement in its third call of ``loss_sums``."""
     end_of_docstring = '    divides. Names other than "loss" are metrics, for the log.\n    """\n'
-    added = "    calls.append(1)\n    if len(calls) == 3 and dist.get_rank() == 1:\n"
-    added += f"        {statement}\n"
-    path = changed(script, folder, end_of_docstring, end_of_docstring + added)
-    text = path.read_text()
-    path.write_text(text.replace("\n\ndef add_flags(", "\ncalls = []\n\n\ndef add_flags(", 1))
-    return path
+    statement_in_third_call = (
+        "    loss_sums.calls = getattr(loss_sums, 'calls', 0) + 1\n"
+        "    if loss_sums.calls == 3 and dist.get_rank() == 1:\n"
+        f"        {statement}\n"
+    )
+    return changed(script, folder, end_of_docstring, end_of_docstring + statement_in_third_call)
 
 
-def test_an_error_that_one_rank_finds_is_printed_by_it_and_ends_all(script, alone, tmp_path):
+def test_an_error_that_one_rank_finds_is_printed_by_it_and_ends_all(script, environment, tmp_path):
+    """In its third step, rank 1 returns no accuracy any more."""
     statement = 'return {"loss": (model(batch[0]).sum(), 1)}'
     path = broken_on_rank_1(script, tmp_path / "one", statement)
-    status, _, errors, _ = forked(script_on_ranks(path, 2), alone)
+    status, _, errors, _ = forked(script_on_ranks(path, 2), environment)
     assert status not in (0, None)
-    [line] = re.findall(r"^\[rank 1 on .+\] (UsageError: .+)$", errors, re.M)
-    assert line.startswith("UsageError: loss_sums returned 1 loss(es) and [], and before 1 and ['accuracy']")
+    [error] = re.findall(r"^\[rank 1 on .+\] (UsageError: .+)$", errors, re.M)  # "[rank 1 on gpu07] UsageError: ..."
+    assert error.startswith("UsageError: loss_sums returned 1 loss(es) and [], and before 1 and ['accuracy']")
 
 
-def test_torchrun_shows_the_traceback_of_an_error(script, alone, tmp_path):
-    # torchrun itself, because ranks that are forked from it record their errors by other means.
+def test_torchrun_shows_the_traceback_of_an_error(script, environment, tmp_path):
     path = broken_on_rank_1(script, tmp_path / "one", 'raise ValueError("broken here")')
-    status, _, errors, left = torchrun(path, 2, alone)
+    # It runs under torchrun itself, because forked ranks record their errors by other means.
+    status, _, errors, left = torchrun(path, 2, environment)
     assert status == 1 and not left
     summary = errors[errors.index("train.py FAILED") :]
     assert "ValueError: broken here" in summary
 
 
-ENDS_OF_WORKERS = {  # what goes wrong: (where, in place of what, the message)
-    "the loss": ("    images, labels = batch\n", '    raise RuntimeError("out of memory")\n', "out of memory"),
-    "a worker hangs": (
-        "    return torch.utils.data.default_collate(samples)\n",
-        "    time.sleep(10**6)\n",
-        "DataLoader timed out after 4.0 seconds",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", ENDS_OF_WORKERS)
-def test_a_rank_with_workers_ends_when_it_fails(script, alone, tmp_path, kind):
-    """The workers do not get SIGTERM, with which Python would end them before it ends itself."""
-    old, new, message = ENDS_OF_WORKERS[kind]
-    path = changed(script, tmp_path / "failing", old, new)
-    status, _, errors, left = torchrun(path, 2, alone, "--num-workers=1", "--patience=5", "--backend=gloo")
+def assert_ends_with_its_workers(path, environment, message):
+    """Train on two ranks with a worker each. The job has to fail with this message, and no process may be left."""
+    status, _, errors, left = torchrun(path, 2, environment, "--num-workers=1", "--patience=5", "--backend=gloo")
     assert status == 1 and not left
     assert message in errors
+
+
+def test_a_rank_with_workers_ends_when_its_loss_fails(script, environment, tmp_path):
+    old = "    images, labels = batch\n"
+    path = changed(script, tmp_path / "failing", old, '    raise RuntimeError("out of memory")\n')
+    assert_ends_with_its_workers(path, environment, "out of memory")
+
+
+def test_a_rank_ends_when_its_worker_hangs(script, environment, tmp_path):
+    """The loader waits for its worker a second less than --patience."""
+    old = "    return torch.utils.data.default_collate(samples)\n"
+    path = changed(script, tmp_path / "failing", old, "    time.sleep(10**6)\n")
+    assert_ends_with_its_workers(path, environment, "DataLoader timed out after 4.0 seconds")
 
 
 def build_unlike_model(args):
     """A model whose weights are different on each rank, because the seed is the rank."""
     model = nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 8))
     for param in model.parameters():
-        nn.init.normal_(param, generator=torch.Generator().manual_seed(dist.get_rank()))
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        nn.init.normal_(param, generator=generator)
     return model
 
 
 def compare_replicas(path, args):
     """Start with a model that is different on each rank. Compare the replicas, and again after a change on rank 3.
 
-    Returns (the sum of each weight of this rank before the change, the error of the comparison after it).
+    Returns the sum of each weight of this rank before the change, and the error of the comparison after it.
     """
     trainer = loaded(path)
     trainer.build_model = build_unlike_model
@@ -1796,27 +1964,32 @@ TWO_REPLICAS = ["--shard", "--replicas=2"]  # ranks 0 and 1 are one, and ranks 2
 )
 def test_all_replicas_begin_with_the_weights_of_rank_0_and_are_compared(script, flags, problem):
     """Whether the model is sharded or not, ranks 0 and 2 have the same weights, and so do ranks 1 and 3."""
-    results = launch(compare_replicas, str(script), settings(script, *flags), nproc=4)
-    sums = [sums_of_rank for sums_of_rank, _ in results]
+    args = settings(script, *flags)
+    sums = []
+    errors = []
+    for sums_of_rank, error in launch(compare_replicas, str(script), args, nproc=4):
+        sums.append(sums_of_rank)
+        errors.append(error)
     assert sums[0] == sums[2]
     assert sums[1] == sums[3]
-    errors = [error for _, error in results]
     assert errors == [f"at step 0 replicas of the model differ: {problem}"] * 4
 
 
-def test_the_sum_of_bits_depends_on_no_order(script):
-    """A sum of floats does, so ranks with equal weights on two models of GPUs would be told that they differ."""
-    trainer = loaded(script)
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.complex64):
-        weights = torch.randn(100_003, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(dtype)
-        total = trainer.sum_of_bits(weights)
-        assert total == trainer.sum_of_bits(weights.flip(0))
-        weights[4711] = -weights[4711]
-        assert total != trainer.sum_of_bits(weights)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
+def test_the_sum_of_bits_depends_on_no_order(script, dtype):
+    """A sum of floats does: two ranks with the same weights, on GPUs of two models, would seem to differ."""
+    sum_of_bits = loaded(script).sum_of_bits
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(100_003, dtype=torch.float64, generator=generator).to(dtype)
+    total = sum_of_bits(weights)
+    assert sum_of_bits(weights.flip(0)) == total
+
+    weights[4711] = -weights[4711]
+    assert sum_of_bits(weights) != total
 
 
 def error_of_a_changed_weight(path, args):
-    """The error of a run in which rank 1 changes one of its weights before the second step."""
+    """Train, and let rank 1 change one of its weights before the second step. Returns the error."""
     trainer = loaded(path)
     own_take_step = trainer.take_step
 
@@ -1831,6 +2004,7 @@ def error_of_a_changed_weight(path, args):
 
 
 def error_of_run(trainer, args):
+    """Train. Returns the message of a RuntimeError, or "none"."""
     try:
         trainer.train(args, CPU)
     except RuntimeError as error:
@@ -1849,59 +2023,72 @@ def test_replicas_are_compared_before_a_save_too(script, tmp_path):
 def weights_after_unlike_norms(path, args):
     """Take a step in which the second replica, ranks 2 and 3, gets a norm that is off by the last bit.
 
-    Adding up the norm in another order would do this. Returns (the norm, this rank's weights after the step).
+    That would happen if it added up the norm in another order. Returns the norm, and this rank's weights after the
+    step.
     """
     trainer = loaded(path)
     training = trainer.build_training(args, CPU)
     batch = (torch.ones(12, 64), torch.zeros(12, dtype=torch.int64))
     own_full_tensor = trainer.DTensor.full_tensor
 
-    def full_tensor(tensor):
+    def full_tensor_off_by_a_bit(tensor):
         norm = own_full_tensor(tensor)
         if dist.get_rank() >= 2:
-            norm = torch.nextafter(norm, 2 * norm)
+            return torch.nextafter(norm, 2 * norm)
         return norm
 
-    with mock.patch.object(trainer.DTensor, "full_tensor", full_tensor):
+    # A sharded model's norm is a DTensor, of which the trainer takes the full tensor.
+    with mock.patch.object(trainer.DTensor, "full_tensor", full_tensor_off_by_a_bit):
         _, norm = trainer.take_step(training, [batch], 1, args)
     weights = [trainer.local(param).tolist() for param in training.model.parameters()]
     return norm.item(), weights
 
 
 def test_replicas_clip_with_one_norm(script):
+    """Ranks 0 and 2 have the same part of the model, and so do ranks 1 and 3. Their weights have to stay equal."""
     args = settings(script, "--shard", "--replicas=2", "--max-norm=0.01", "--batch-size=48", "--width=8")
-    results = launch(weights_after_unlike_norms, str(script), args, nproc=4)
-    assert results[0] == results[2] and results[1] == results[3]
+    norms_and_weights = launch(weights_after_unlike_norms, str(script), args, nproc=4)
+    assert norms_and_weights[0] == norms_and_weights[2]
+    assert norms_and_weights[1] == norms_and_weights[3]
 
 
-def errors_with_files_of_their_own(path, args, folder):
-    """The error of a run in which --init-from, a relative path, is another file on each rank."""
-    os.chdir(Path(folder) / str(dist.get_rank()))
-    return errors_of(path, [args])
+def error_with_a_file_of_ones_own(path, args, folder):
+    """Train with a relative path in --init-from, which is another file on each rank. Returns the error."""
+    own_folder = Path(folder, str(dist.get_rank()))
+    os.chdir(own_folder)
+    [error] = errors_of(path, [args])
+    return error
 
 
-def test_ranks_that_would_begin_with_other_files_are_refused(script, tmp_path):
+def test_ranks_that_would_begin_with_different_files_are_refused(script, tmp_path):
     for rank in range(2):
-        (tmp_path / str(rank)).mkdir()
-        torch.save({"0.weight": torch.full((256, 64), float(rank))}, tmp_path / str(rank) / "first.pt")
-    args = settings(script, "--max-steps=10", f"--init-from={tmp_path}/0/first.pt")
+        own_folder = tmp_path / str(rank)
+        own_folder.mkdir()
+        weight = torch.full((256, 64), float(rank))
+        torch.save({"0.weight": weight}, own_folder / "first.pt")
+    args = settings(script, "--max-steps=10", f"--init-from={tmp_path}/0/first.pt")  # it has to exist
     args.init_from = "first.pt"
-    for [error] in launch(errors_with_files_of_their_own, str(script), args, str(tmp_path), nproc=2):
+    for error in launch(error_with_a_file_of_ones_own, str(script), args, str(tmp_path), nproc=2):
         assert error.startswith("UsageError: the file of --init-from: rank 0 has ")
 
 
 def error_of_another_order(path, args):
-    """The error of a resume whose optimizer has two layers of one shape in another order."""
+    """Save a training, and resume it with an optimizer whose two parameters, of one shape, are in another order.
+
+    Returns the error.
+    """
     trainer = loaded(path)
 
     def build_model(args):
         return nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
 
     def build_optimizer(model, args):
-        return torch.optim.AdamW(list(model.parameters()))
+        first, second = model.parameters()
+        return torch.optim.AdamW([first, second])
 
     def build_reversed_optimizer(model, args):
-        return torch.optim.AdamW(list(reversed(list(model.parameters()))))
+        first, second = model.parameters()
+        return torch.optim.AdamW([second, first])
 
     trainer.build_model = build_model
     trainer.build_optimizer = build_optimizer
@@ -1923,24 +2110,25 @@ def test_an_optimizer_with_its_parameters_in_another_order_is_refused(script, tm
 
 
 def checkpoints_around_a_skipped_step(path, args):
-    """The names of the checkpoints of a run that skips step 4, after which a save was due."""
+    """Train, and let step 4 be skipped, after which a save is due. Returns the names of the checkpoints at the end."""
     trainer = loaded(path)
-    spoil_losses(trainer, calls=(4,))
+    make_losses_nan(trainer, calls=[4])
     trainer.train(args, CPU)
     return [name for name in names_in(Path(args.checkpoint_dir)) if name.startswith("step_")]
 
 
 def test_the_step_after_a_bad_one_is_saved_in_its_place(script, tmp_path):
     flags = ["--max-steps=7", "--warmup=1", "--save-every=4", f"--checkpoint-dir={tmp_path}"]
-    names = launch(checkpoints_around_a_skipped_step, str(script), settings(script, *flags), nproc=1)
-    assert names == [["step_00000005.pt", "step_00000007.pt"]]
+    [names] = launch(checkpoints_around_a_skipped_step, str(script), settings(script, *flags), nproc=1)
+    assert names == ["step_00000005.pt", "step_00000007.pt"]
 
 
 def test_a_save_that_came_late_stays_as_the_first_of_its_interval(script, tmp_path):
+    """--keep-every=4 keeps the steps 4, 8 and 12, but step 4 was skipped, so step 5 is kept. Step 14 is the newest."""
     flags = ["--max-steps=14", "--warmup=1", "--save-every=2", "--keep=1", "--keep-every=4"]
     args = settings(script, *flags, f"--checkpoint-dir={tmp_path}")
     [names] = launch(checkpoints_around_a_skipped_step, str(script), args, nproc=1)
-    assert names == [f"step_{step:08}.pt" for step in (5, 8, 12, 14)]
+    assert names == ["step_00000005.pt", "step_00000008.pt", "step_00000012.pt", "step_00000014.pt"]
 
 
 # --- what a resume, a schedule and a scaler must not lose -------------------------------------------------------------
@@ -1948,33 +2136,37 @@ def test_a_save_that_came_late_stays_as_the_first_of_its_interval(script, tmp_pa
 
 def test_the_rate_rises_to_its_highest_and_falls_to_its_lowest(script):
     """In a warmup of ten steps it rises by a tenth each; in the 40 steps after it, it falls to 0.2."""
-    lr_factor = loaded(script).lr_factor
+    trainer = loaded(script)
     args = settings(script, "--warmup=10", "--min-lr=0.2")
-    factors = {step: lr_factor(step, 50, args) for step in (1, 5, 10, 11, 31, 50)}
-    last = factors.pop(50)
-    assert factors == pytest.approx({1: 0.1, 5: 0.5, 10: 1, 11: 1, 31: 0.6})
-    assert 0.2 < last < 0.202
+
+    def factor(step):
+        return trainer.lr_factor(step, 50, args)
+
+    assert factor(1) == pytest.approx(0.1)
+    assert factor(5) == pytest.approx(0.5)
+    assert factor(10) == pytest.approx(1)
+    assert factor(11) == pytest.approx(1)
+    assert factor(31) == pytest.approx(0.6)
+    assert 0.2 < factor(50) < 0.202
+
+
+def state_of_training(trainer, training):
+    """What a checkpoint has beside the weights and the optimizer: four numbers, and the averaged weights."""
+    averages = [trainer.local(average).flatten().tolist() for average in training.ema.average.values()]
+    return {
+        "scale": training.scaler.get_scale(),
+        "num_updates": training.ema.num_updates,
+        "step": training.step,
+        "best_loss": training.best_loss,
+        "averages": averages,
+    }
 
 
 def states_before_and_after_a_resume(path, args):
-    """Save a training, and resume it. Return the state of the one that was saved and of the one that was resumed.
-
-    A state is ({name: number}, the averaged weights).
-    """
+    """Save a training, and resume it. Returns the state of the saved training, and that of the resumed one."""
     trainer = loaded(path)
-
-    def state_of(training):
-        numbers = {
-            "scale": training.scaler.get_scale(),
-            "num_updates": training.ema.num_updates,
-            "step": training.step,
-            "best_loss": training.best_loss,
-        }
-        averages = [trainer.local(average).flatten().tolist() for average in training.ema.average.values()]
-        return numbers, averages
-
     saved = trainer.build_training(args, CPU)
-    saved.scaler.scale(torch.ones(()))  # without it, the scaler has no scale yet
+    saved.scaler.scale(torch.ones(()))  # without this call, the scaler has no scale yet
     saved.scaler.update(1024.0)
     for average in saved.ema.average.values():
         trainer.local(average).fill_(0.125)
@@ -1985,7 +2177,7 @@ def states_before_and_after_a_resume(path, args):
 
     resumed = trainer.build_training(args, CPU)
     trainer.Checkpoints(args).load(resumed)
-    return state_of(saved), state_of(resumed)
+    return state_of_training(trainer, saved), state_of_training(trainer, resumed)
 
 
 @pytest.mark.parametrize("shard", ["--shard", "--no-shard"])
@@ -1993,29 +2185,34 @@ def test_a_resume_has_the_scale_the_average_and_the_best_loss(script, tmp_path, 
     flags = ["--dtype=float16", "--ema=0.9", "--width=8", "--resume", shard, f"--checkpoint-dir={tmp_path}"]
     states_of_ranks = launch(states_before_and_after_a_resume, str(script), settings(script, *flags), nproc=2)
     for saved, resumed in states_of_ranks:
-        numbers, _ = saved
-        assert numbers == {"scale": 1024.0, "num_updates": 7, "step": 3, "best_loss": 0.5}
+        assert saved["scale"] == 1024.0
+        assert saved["num_updates"] == 7
+        assert saved["step"] == 3
+        assert saved["best_loss"] == 0.5
         assert resumed == saved
 
 
-def counts_of_skipped_steps(path, steps_are_finite):
-    """(all skipped steps, those in the present row, the longest row) after each of some steps."""
-    trainer = loaded(path)
-    skipped = trainer.SkippedSteps(CPU)
-    counts = []
-    for is_finite in steps_are_finite:
-        skipped.add(torch.tensor(is_finite))
-        counts.append((int(skipped.total), int(skipped.in_a_row), int(skipped.longest_row)))
-    return counts
-
-
 def test_a_good_step_ends_a_row_of_skipped_ones(script):
-    counts = counts_of_skipped_steps(script, [True, False, False, True, False])
-    assert counts == [(0, 0, 0), (1, 1, 1), (2, 2, 2), (2, 0, 2), (3, 1, 2)]
+    """After a good step, two bad ones, a good one and a bad one: how many were skipped, and how many in a row?"""
+    skipped = loaded(script).SkippedSteps(CPU)
+    totals = []
+    rows = []
+    longest_rows = []
+    for is_finite in (True, False, False, True, False):
+        skipped.add(torch.tensor(is_finite))
+        totals.append(int(skipped.total))
+        rows.append(int(skipped.in_a_row))
+        longest_rows.append(int(skipped.longest_row))
+    assert totals == [0, 1, 2, 2, 3]
+    assert rows == [0, 1, 2, 0, 1]
+    assert longest_rows == [0, 1, 2, 2, 2]
 
 
 def norms_and_changes(path, all_args):
-    """(the norm of the gradient, the change of all weights as one vector) of a first step with each setting."""
+    """Take a first step with each of these settings.
+
+    Returns a pair for each: the norm of the gradient, and the change of all weights as one vector.
+    """
     trainer = loaded(path)
     generator = torch.Generator().manual_seed(1)
     batch = (torch.rand(96, 64, generator=generator), torch.arange(96) % 10)
@@ -2033,67 +2230,77 @@ def norms_and_changes(path, all_args):
 def test_float16_clips_the_norm_of_the_gradient_and_not_of_the_scaled_one(script, max_norm):
     in_float32 = settings(script, "--dtype=float32", f"--max-norm={max_norm}")
     in_float16 = settings(script, "--dtype=float16", f"--max-norm={max_norm}")
-    [results] = launch(norms_and_changes, str(script), [in_float32, in_float16], nproc=1)
-    (norm_in_float32, change_in_float32), (norm_in_float16, change_in_float16) = results
-    assert norm_in_float32 > 0.1  # so a limit of 0.1 clips
-    assert norm_in_float16 == pytest.approx(norm_in_float32, rel=0.01)
-    difference = (change_in_float16 - change_in_float32).norm()
-    assert difference < 0.02 * change_in_float32.norm()
+    [(step_in_float32, step_in_float16)] = launch(norms_and_changes, str(script), [in_float32, in_float16], nproc=1)
+    expected_norm, expected_change = step_in_float32
+    norm, change = step_in_float16
+    assert expected_norm > 0.1  # so a limit of 0.1 clips
+    assert norm == pytest.approx(expected_norm, rel=0.01)
+    assert (change - expected_change).norm() < 0.02 * expected_change.norm()
 
 
 def test_each_micro_batch_of_each_rank_has_a_dropout_of_its_own(script):
-    """Two ranks with two micro-batches each seed their dropout by four different places."""
+    """Two ranks with two micro-batches each seed the dropout of step 7 by four different places.
+
+    A micro-batch is numbered among those of all ranks: its own number times the ranks, plus the rank.
+    """
     trainer = loaded(script)
     args = settings(script)
     places = []
 
-    def seed_all(*place):
+    def record_place(*place):
         places.append(place)
 
-    trainer.seed_all = seed_all
+    trainer.seed_all = record_place
     for rank in range(2):
         with (
             mock.patch.object(dist, "get_rank", return_value=rank),
             mock.patch.object(dist, "get_world_size", return_value=2),
         ):
-            for number in range(2):
-                trainer.seed_micro_batch(7, number, args)
-    assert places == [("step", 0, 7, number) for number in (0, 2, 1, 3)]
+            trainer.seed_micro_batch(7, 0, args)
+            trainer.seed_micro_batch(7, 1, args)
+    places_of_rank_0 = [("step", 0, 7, 0), ("step", 0, 7, 2)]
+    places_of_rank_1 = [("step", 0, 7, 1), ("step", 0, 7, 3)]
+    assert places == [*places_of_rank_0, *places_of_rank_1]
 
 
 def norms_and_lengths(path, all_args):
-    """(the norm of the gradient, the length of the change of all weights) of a first step with each setting."""
+    """Take a first step with each of these settings.
+
+    Returns a pair for each: the norm of the gradient, and the length of the change of all weights.
+    """
     trainer = loaded(path)
     batch = (torch.ones(48, 64), torch.zeros(48, dtype=torch.int64))
     results = []
     for args in all_args:
         training = trainer.build_training(args, CPU)
-        before = copy_of(trainer.local(param) for param in training.model.parameters())
+        before = copies_of(trainer.local(param) for param in training.model.parameters())
         _, norm = trainer.take_step(training, [batch], 1, args)
-        after = copy_of(trainer.local(param) for param in training.model.parameters())
-        squares = torch.zeros(())
+        after = copies_of(trainer.local(param) for param in training.model.parameters())
+        squared_length = torch.zeros(())
         for new, old in zip(after, before, strict=True):
-            squares += (new - old).square().sum()
+            squared_length += (new - old).square().sum()
         if args.shard:
-            dist.all_reduce(squares)  # each rank has a part of the weights
-        results.append((norm.item(), squares.sqrt().item()))
+            dist.all_reduce(squared_length)  # each rank has a part of the weights
+        length = squared_length.sqrt()
+        results.append((norm.item(), length.item()))
     return results
 
 
 def test_a_sharded_gradient_is_clipped_by_the_norm_of_the_whole(script):
+    """A step of SGD with a clipped gradient is as long as the learning rate times the limit."""
     limit = 0.1
     learning_rate = 0.1
     with_ddp = settings(script, f"--max-norm={limit}", "--no-shard")
     with_fsdp = settings(script, f"--max-norm={limit}", "--shard")
-    for of_ddp, of_fsdp in launch(norms_and_lengths, str(script), [with_ddp, with_fsdp], nproc=2):
-        assert of_fsdp == pytest.approx(of_ddp, rel=1e-4)
-        norm, length = of_ddp
+    for step_with_ddp, step_with_fsdp in launch(norms_and_lengths, str(script), [with_ddp, with_fsdp], nproc=2):
+        assert step_with_fsdp == pytest.approx(step_with_ddp, rel=1e-4)
+        norm, length = step_with_ddp
         assert norm > limit  # so it is clipped
         assert length == pytest.approx(learning_rate * limit, rel=1e-4)
 
 
-class TellsItsEpoch(torch.utils.data.Dataset):
-    """Each of its samples is the epoch that ``set_epoch`` was last told."""
+class EpochAsSample(torch.utils.data.Dataset):
+    """A data set each of whose samples is the epoch that ``set_epoch`` was last given."""
 
     epoch = None
 
@@ -2108,9 +2315,9 @@ class TellsItsEpoch(torch.utils.data.Dataset):
 
 
 def epochs_of_four_steps(path, args, start_step):
-    """The epochs that the samples of four steps have."""
+    """Read the samples of four steps. Returns for each step the set of the epochs that its samples have."""
     trainer = loaded(path)
-    batches = trainer.MicroBatches(TellsItsEpoch(), args)
+    batches = trainer.MicroBatches(EpochAsSample(), args)
     epochs = []
     for micro_batch in trainer.islice(batches.of_map_style(start_step), 4):
         epochs.append(set(batches.read_samples(micro_batch)))
@@ -2120,12 +2327,14 @@ def epochs_of_four_steps(path, args, start_step):
 def test_a_data_set_that_shuffles_by_epoch_hears_of_each_one(script):
     """An epoch has two steps, of 8 of the 16 samples."""
     args = settings(script, "--batch-size=8")
-    assert launch(epochs_of_four_steps, str(script), args, 0, nproc=1) == [[{0}, {0}, {1}, {1}]]
-    assert launch(epochs_of_four_steps, str(script), args, 5, nproc=1) == [[{2}, {3}, {3}, {4}]]
+    [epochs] = launch(epochs_of_four_steps, str(script), args, 0, nproc=1)
+    assert epochs == [{0}, {0}, {1}, {1}]
+    [epochs_from_step_5] = launch(epochs_of_four_steps, str(script), args, 5, nproc=1)
+    assert epochs_from_step_5 == [{2}, {3}, {3}, {4}]
 
 
-def error_from_rank_0(path, args):
-    """The name and message of the error that this rank raises when a function fails on rank 0."""
+def error_from_rank_0(path):
+    """Let a function fail on rank 0. Returns the name and message of the error that this rank raises then."""
     trainer = loaded(path)
 
     def fail():
@@ -2138,25 +2347,25 @@ def error_from_rank_0(path, args):
 
 
 def test_an_error_of_rank_0_is_the_same_error_on_all(script):
-    errors = launch(error_from_rank_0, str(script), settings(script), nproc=2)
+    errors = launch(error_from_rank_0, str(script), nproc=2)
     assert errors == ["NotFiniteError: step 7 is not finite"] * 2
 
 
-def test_a_signal_prints_where_a_rank_is(script, alone):
-    run = Forked(script_alone(script, "--epochs=5000", "--log-every=5"), alone)
-    out = Path(run.output.name, "out")
-    errors = Path(run.output.name, "errors")
-    wait_until(lambda: out.exists() and "step 5:" in out.read_text(), seconds=120)
+def test_a_signal_prints_where_a_rank_is(script, environment):
+    """SIGUSR2 prints a traceback, and the run goes on."""
+    run = Forked(script_alone(script, "--epochs=5000", "--log-every=5"), environment)
+    wait_for_text(run, "out", "step 5:", seconds=120)
     os.kill(run.pid, signal.SIGUSR2)
-    wait_until(lambda: "most recent call first" in errors.read_text(), seconds=60)
+    wait_for_text(run, "errors", "most recent call first", seconds=60)
+
     os.kill(run.pid, signal.SIGTERM)
-    status, text, _, _ = run.end()
-    assert "nothing is saved" in text
+    status, out, _, _ = run.end()
+    assert "nothing is saved" in out
     assert status == 1
 
 
 class SlowOnRank1(torch.utils.data.Dataset):
-    """A data set that takes rank 1 this long for each sample."""
+    """A data set from which rank 1 needs some seconds to read a sample."""
 
     def __init__(self, seconds):
         self.seconds = seconds
@@ -2172,7 +2381,7 @@ class SlowOnRank1(torch.utils.data.Dataset):
 
 
 def lines_of_a_slow_rank(path, args, seconds):
-    """What is logged of a run whose samples come late on rank 1: [{name: value}]."""
+    """Train with samples that come late on rank 1. Returns what was logged: [{name: value}]."""
     trainer = loaded(path)
 
     def load_data(args):
@@ -2185,12 +2394,16 @@ def lines_of_a_slow_rank(path, args, seconds):
 
 def test_a_line_names_the_rank_that_waits_for_its_data(script):
     args = settings(script, "--max-steps=6", "--warmup=1", "--batch-size=4", "--log-every=3")
-    [lines, _] = launch(lines_of_a_slow_rank, str(script), args, 0.3, nproc=2)
-    assert [values["data_wait_rank"] for values in lines] == [1, 1]
-    assert all(values["data_wait"] > 0.3 for values in lines)
+    seconds = 0.3
+    [lines, _] = launch(lines_of_a_slow_rank, str(script), args, seconds, nproc=2)
+    line_of_step_3, line_of_step_6 = lines
+    for line in (line_of_step_3, line_of_step_6):
+        assert line["data_wait_rank"] == 1
+        assert line["data_wait"] > seconds
 
 
 def test_a_rank_whose_worker_hangs_is_the_one_that_fails(script):
+    """Its loader waits for four fifths of --patience, so it fails before rank 0, which waits for rank 1."""
     flags = ["--max-steps=6", "--warmup=1", "--batch-size=4", "--num-workers=1", "--patience=20"]
     with pytest.raises(RankError) as caught:
         launch(train_with_a_worker_that_hangs, str(script), settings(script, *flags), nproc=2)
@@ -2199,7 +2412,7 @@ def test_a_rank_whose_worker_hangs_is_the_one_that_fails(script):
 
 
 def train_with_a_worker_that_hangs(path, args):
-    """Train, with a worker of rank 1 that takes 40 seconds for a sample. Only the loader's own error is raised."""
+    """Train with a worker of rank 1 that takes 40 seconds for a sample. Only the loader's own error is raised."""
     try:
         lines_of_a_slow_rank(path, args, seconds=40)
     except RuntimeError as error:
@@ -2211,53 +2424,57 @@ def train_with_a_worker_that_hangs(path, args):
 
 
 def all_reduces_of_gradients(path, args):
-    """The numbers of the buckets of gradients that DDP sends in one step, in order."""
+    """Take one step. Returns the numbers of the buckets of gradients that DDP sent in it, in order."""
     trainer = loaded(path)
     training = trainer.build_training(args, CPU)
     buckets = []
 
     def first_tensor(future):
-        return future.value()[0]
+        [tensor] = future.value()
+        return tensor
 
     def send_and_record(state, bucket):
-        """DDP calls this in place of its own all-reduce; it wants a future of the bucket's new content."""
+        """DDP calls this in place of its own all-reduce, and takes the bucket's new content from the future."""
         buckets.append(bucket.index())
         work = dist.all_reduce(bucket.buffer(), async_op=True)
         return work.get_future().then(first_tensor)
 
     training.module.register_comm_hook(None, send_and_record)
     batch = (torch.ones(12, 64), torch.zeros(12, dtype=torch.int64))
-    trainer.take_step(training, [batch] * args.accumulate, 1, args)
+    micro_batches = [batch] * args.accumulate
+    trainer.take_step(training, micro_batches, 1, args)
     return buckets
 
 
 def test_ddp_sends_the_gradients_once_in_a_step(script):
+    """The model is so small that all its gradients are in one bucket, number 0."""
     args = settings(script, "--accumulate=3")
-    assert launch(all_reduces_of_gradients, str(script), args, nproc=2) == [[0]] * 2
+    buckets_of_ranks = launch(all_reduces_of_gradients, str(script), args, nproc=2)
+    assert buckets_of_ranks == [[0], [0]]
 
 
 # --- two losses, metrics of one's own, no validation ------------------------------------------------------------------
 
 
 class Boxes(torch.utils.data.Dataset):
-    """Images with 0 to 3 boxes."""
+    """Images [4], each with its number of boxes, 0 to 3."""
 
     def __init__(self, size):
         generator = torch.Generator().manual_seed(size)
         self.images = torch.randn(size, 4, generator=generator)
-        self.counts = torch.randint(4, (size,), generator=generator)
+        self.num_boxes = torch.randint(4, (size,), generator=generator)
 
     def __len__(self):
         return len(self.images)
 
     def __getitem__(self, index):
-        return self.images[index], self.counts[index]
+        return self.images[index], self.num_boxes[index]
 
 
 def losses_of_boxes(path, args):
-    """Train with two losses that count different things: images and boxes.
+    """Train with a loss of two terms that count different things: images and boxes.
 
-    Returns ({step: loss}, the metrics of the last validation).
+    Returns {step: loss}, and the metrics of the last validation.
     """
     trainer = loaded(path)
 
@@ -2268,41 +2485,42 @@ def losses_of_boxes(path, args):
         return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 2))
 
     def loss_sums(model, batch, args):
-        images, counts = batch
-        outputs = model(images)
-        classes = (outputs[:, 0] - 1).square().sum()
-        boxes = ((outputs[:, 1] - 2).square() * counts).sum()
-        return {"loss": [(classes, len(images)), (boxes, counts.sum())], "box_loss": (boxes, counts.sum())}
+        images, num_boxes = batch
+        outputs = model(images)  # [batch, 2]
+        image_losses = (outputs[:, 0] - 1).square()
+        box_losses = (outputs[:, 1] - 2).square()
+        term_of_images = (image_losses.sum(), len(images))
+        term_of_boxes = ((box_losses * num_boxes).sum(), num_boxes.sum())
+        return {"loss": [term_of_images, term_of_boxes], "box_loss": term_of_boxes}
 
     def evaluate(model, batches, args):
-        return {"batches": float(len(list(batches)))}
+        num_batches = len(list(batches))
+        return {"batches": float(num_batches)}
 
     trainer.load_data = load_data
     trainer.build_model = build_model
     trainer.loss_sums = loss_sums
     trainer.evaluate = evaluate
     lines, metrics = train_and_log(trainer, args)
-    losses = {step: values["loss"] for step, values in lines if is_of_training(values)}
-    return losses, metrics
+    return losses_of_steps(lines), metrics
 
 
 def test_two_losses_with_different_counts_are_exact_over_micro_batches_and_ranks(script):
     """All ways to cut a batch of 12 into four micro-batches have the same losses."""
-    flags = ["--max-steps=10", "--warmup=1", "--batch-size=12", "--log-every=1"]
-    ways = [  # (ranks, flags)
-        (1, ["--accumulate=4"]),
-        (2, ["--accumulate=2"]),
-        (4, []),
-        (2, ["--accumulate=2", "--shard"]),
-    ]
-    runs = []
-    for ranks, more_flags in ways:
-        args = settings(script, *flags, *more_flags)
-        run_of_rank_0, *_ = launch(losses_of_boxes, str(script), args, nproc=ranks)
-        runs.append(run_of_rank_0)
 
-    losses_of_one_rank, metrics_of_one_rank = runs[0]
-    for losses, metrics in runs:
+    def run_on_ranks(nproc, *flags):
+        all_flags = ["--max-steps=10", "--warmup=1", "--batch-size=12", "--log-every=1", *flags]
+        run_of_rank_0, *_ = launch(losses_of_boxes, str(script), settings(script, *all_flags), nproc=nproc)
+        return run_of_rank_0
+
+    losses_of_one_rank, metrics_of_one_rank = run_on_ranks(1, "--accumulate=4")
+    assert metrics_of_one_rank["val_batches"] >= 1
+    other_runs = [
+        run_on_ranks(2, "--accumulate=2"),
+        run_on_ranks(4),
+        run_on_ranks(2, "--accumulate=2", "--shard"),
+    ]
+    for losses, metrics in other_runs:
         assert losses == pytest.approx(losses_of_one_rank, rel=1e-5)
         assert metrics["val_loss"] == pytest.approx(metrics_of_one_rank["val_loss"], rel=1e-5)
         assert metrics["val_batches"] >= 1
@@ -2314,9 +2532,10 @@ def test_there_may_be_no_validation_set(script):
 
     replacements = {"load_data": load_data}
     args = settings(script, "--max-steps=12", "--batch-size=20")
-    assert launch(errors_of, str(script), [args], replacements, nproc=2) == [["none"]] * 2
-    args = settings(script, "--max-steps=12", "--keep-best")
-    [[error]] = launch(errors_of, str(script), [args], replacements, nproc=1)
+    assert errors_on_ranks(script, 2, args, replacements) == ["none"] * 2
+
+    with_keep_best = settings(script, "--max-steps=12", "--keep-best")
+    error = error_on_one_rank(script, with_keep_best, replacements)
     assert error == "UsageError: --keep-best needs a validation set."
 
 
@@ -2324,21 +2543,21 @@ def test_there_may_be_no_validation_set(script):
 
 
 def forks_and_collectives(path, args):
-    """Train, and return what happened in order: "fork" for each fork, "collective" for each call that communicates."""
+    """Train. Returns what happened, in order: "fork" for each fork, "collective" for each call that communicates."""
     trainer = loaded(path)
     events = []
 
     def record_fork():
         events.append("fork")
 
-    def recording(call):
-        """The same call, which is recorded first."""
+    def recorded(collective):
+        """The same function, which records that it is called."""
 
-        def recorded(*arguments, **options):
+        def record_and_call(*arguments, **options):
             events.append("collective")
-            return call(*arguments, **options)
+            return collective(*arguments, **options)
 
-        return recorded
+        return record_and_call
 
     class RecordedDDP(trainer.DDP):
         def __init__(self, *arguments, **options):
@@ -2346,9 +2565,13 @@ def forks_and_collectives(path, args):
             super().__init__(*arguments, **options)
 
     os.register_at_fork(before=record_fork)
-    names = ("all_reduce", "broadcast", "broadcast_object_list", "new_group")
-    calls = {name: recording(getattr(dist, name)) for name in names}
-    with mock.patch.multiple(dist, **calls), mock.patch.object(trainer, "DDP", RecordedDDP):
+    with (
+        mock.patch.object(dist, "all_reduce", recorded(dist.all_reduce)),
+        mock.patch.object(dist, "broadcast", recorded(dist.broadcast)),
+        mock.patch.object(dist, "broadcast_object_list", recorded(dist.broadcast_object_list)),
+        mock.patch.object(dist, "new_group", recorded(dist.new_group)),
+        mock.patch.object(trainer, "DDP", RecordedDDP),
+    ):
         trainer.train(args, CPU)
     return events
 
@@ -2357,18 +2580,24 @@ def test_no_worker_is_forked_beside_a_collective(script, tmp_path):
     """Each rank forks its four workers, two for training and two for validations, before it communicates."""
     flags = ["--max-steps=4", "--warmup=2", "--val-every=2", "--num-workers=2", f"--checkpoint-dir={tmp_path}"]
     for events in launch(forks_and_collectives, str(script), settings(script, *flags), nproc=2):
-        assert events[:4] == ["fork"] * 4
-        assert set(events[4:]) == {"collective"}
-        assert len(events) > 20
+        first_events = events[:4]
+        later_events = events[4:]
+        assert first_events == ["fork"] * 4
+        assert set(later_events) == {"collective"}
+        assert len(later_events) > 16
 
 
 def train_with_an_average(path, args):
-    """({step: validation loss} of a run, the validation loss of the averaged weights that it has left in a file)."""
+    """Train. Returns {step: validation loss} as logged, and the validation loss of the weights in the file at the end.
+
+    With --ema these are the averaged weights.
+    """
     trainer = loaded(path)
     lines, _ = train_and_log(trainer, args)
     val_losses = {step: values["val_loss"] for step, values in lines if "val_loss" in values}
+    weights = torch.load(Path(args.checkpoint_dir, "weights.pt"), weights_only=True)
     model = trainer.build_model(args)
-    model.load_state_dict(torch.load(Path(args.checkpoint_dir, "weights.pt"), weights_only=True))
+    model.load_state_dict(weights)
     return val_losses, validation_loss(trainer, model, args)
 
 
@@ -2382,22 +2611,26 @@ def validation_loss(trainer, model, args):
 
 @pytest.mark.parametrize("shard", ["--shard", "--no-shard"])
 def test_the_average_is_validated_and_the_best_is_kept(script, tmp_path, shard):
+    """``best.pt`` has the weights of the validation with the lowest loss, which are averaged ones, too."""
     flags = ["--max-steps=12", "--warmup=2", "--val-every=3", "--ema=0.9", "--keep-best", "--lr=0.5", shard]
     args = settings(script, *flags, f"--checkpoint-dir={tmp_path}")
     [(val_losses, loss_of_average), _] = launch(train_with_an_average, str(script), args, nproc=2)
     assert list(val_losses) == [3, 6, 9, 12]
     assert val_losses[12] == pytest.approx(loss_of_average, rel=1e-4)
 
-    best = torch.load(tmp_path / "best.pt", weights_only=True)
+    best_file = tmp_path / "best.pt"
+    best = torch.load(best_file, weights_only=True)
     assert sorted(best) == ["best_loss", "model", "step"]
     assert best["best_loss"] == min(val_losses.values())
     assert best["best_loss"] == val_losses[best["step"]]
-    [loss_of_best] = launch(loss_of_weights, str(script), args, str(tmp_path / "best.pt"), nproc=1)
+    [loss_of_best] = launch(loss_of_weights, str(script), args, str(best_file), nproc=1)
     assert loss_of_best == pytest.approx(best["best_loss"], rel=1e-4)
 
-    newest = tmp_path / "step_00000012.pt"
-    weights = loaded(script).read_weights(str(newest))  # as --init-from does
-    for name, average in torch.load(newest, weights_only=True)["ema"].items():
+    # Of a checkpoint, too, --init-from takes the averaged weights.
+    newest_file = tmp_path / "step_00000012.pt"
+    averages = torch.load(newest_file, weights_only=True)["ema"]
+    weights = loaded(script).read_weights(str(newest_file))
+    for name, average in averages.items():
         assert torch.equal(weights[name], average), name
 
 
@@ -2413,7 +2646,7 @@ def loss_of_weights(path, args, file):
 
 
 def speeds_on_a_pretended_device(path, args):
-    """Train on a pretended device, and return [(step, the samples per second that are logged)].
+    """Train on a pretended device. Returns {step: samples per second} as logged.
 
     - A step puts one second of work into the device's queue, and the host does not wait for it.
     - A validation or a save takes the host an hour.
@@ -2444,7 +2677,7 @@ def speeds_on_a_pretended_device(path, args):
     def mean_losses(loss_module, totals):
         return {"loss": 1.0}
 
-    trainer.time = device  # its perf_counter and monotonic are the host's clock
+    trainer.time = device  # a Device has perf_counter and monotonic, which are the host's clock
     trainer.take_step = take_step
     trainer.Checkpoints.save = save
     trainer.validate = validate
@@ -2453,7 +2686,7 @@ def speeds_on_a_pretended_device(path, args):
     trainer.SkippedSteps.add = do_nothing
     trainer.LossModule.means = mean_losses
     lines, _ = train_and_log(trainer, args)
-    return [(step, values["samples/s"]) for step, values in lines if "samples/s" in values]
+    return {step: values["samples/s"] for step, values in lines if "samples/s" in values}
 
 
 def test_the_speed_is_that_of_steps_alone(script, tmp_path):
@@ -2464,7 +2697,7 @@ def test_the_speed_is_that_of_steps_alone(script, tmp_path):
     flags = ["--batch-size=10", "--max-steps=20", "--log-every=4", "--save-every=3", "--val-every=7"]
     args = settings(script, *flags, f"--checkpoint-dir={tmp_path}")
     [speeds] = launch(speeds_on_a_pretended_device, str(script), args, nproc=1)
-    assert speeds == [(4, 10), (8, 10), (12, 10), (16, 10), (20, 10)]
+    assert speeds == {4: 10, 8: 10, 12: 10, 16: 10, 20: 10}
 
 
 def test_a_line_has_tokens_and_the_part_of_the_gpus_peak(script):
@@ -2481,7 +2714,7 @@ def test_a_line_has_tokens_and_the_part_of_the_gpus_peak(script):
 
 
 def lines_of_boxes(path, args):
-    """What is logged of the steps of a run with two tokens a sample."""
+    """Train with two tokens a sample. Returns what was logged of the steps: [{name: value}]."""
     trainer = loaded(path)
 
     def load_data(args):
@@ -2492,8 +2725,9 @@ def lines_of_boxes(path, args):
 
     def loss_sums(model, batch, args):
         images, _ = batch
+        loss = model(images).square().sum()
         num_tokens = 2 * len(images)
-        return {"loss": (model(images).square().sum(), num_tokens)}
+        return {"loss": (loss, num_tokens)}
 
     trainer.load_data = load_data
     trainer.build_model = build_model
@@ -2502,6 +2736,7 @@ def lines_of_boxes(path, args):
     return [values for _, values in lines if is_of_training(values)]
 
 
+# An open_log whose file is named by the process. Each line that is logged is a line of the step and the names.
 OPEN_LOG_OF_PROCESS = """def open_log(args):
     file = open(f"log{os.getpid()}", "w")
 
@@ -2514,21 +2749,22 @@ OPEN_LOG_OF_PROCESS = """def open_log(args):
 """
 
 
-def test_a_logger_has_one_run(script, alone, tmp_path):
-    """Of two ranks one opens a log, and the trainer's own log is a table of (step, name, value)."""
+def test_a_logger_has_one_run(script, environment, tmp_path):
+    """Of two ranks one opens a log, and so there is one file."""
     text = script.read_text()
     own_open_log = text[text.index("def open_log(args") : text.index("def evaluate(")]
-    copy = tmp_path / "train.py"
-    copy.write_text(text.replace(own_open_log, OPEN_LOG_OF_PROCESS))
+    path = changed(script, tmp_path / "logging", own_open_log, OPEN_LOG_OF_PROCESS)
     flags = ["--max-steps=4", "--warmup=2", "--log-every=2", "--log-to=csv", "--log-folder=logs"]
-    status, _, errors, _ = forked(script_on_ranks(copy, 2, *flags), alone)
+    status, _, errors, _ = forked(script_on_ranks(path, 2, *flags), environment)
     assert status == 0, errors
 
-    [log] = tmp_path.glob("log[0-9]*")
-    steps_and_first_names = [line.split()[:2] for line in log.read_text().splitlines()]
+    [log] = path.parent.glob("log[0-9]*")
+    lines = log.read_text().splitlines()
+    steps_and_first_names = [line.split()[:2] for line in lines]
     assert steps_and_first_names == [["2", "loss"], ["4", "loss"], ["4", "val_loss"]]
 
-    with open(tmp_path / "logs" / "log.csv") as file:
+    # The trainer's own log is a table of (step, name, value).
+    with open(path.parent / "logs" / "log.csv") as file:
         rows = list(csv.reader(file))
     steps_with_a_loss = [step for step, name, _ in rows if name in ("loss", "val_loss")]
     assert steps_with_a_loss == ["2", "4", "4"]
@@ -2536,7 +2772,10 @@ def test_a_logger_has_one_run(script, alone, tmp_path):
 
 
 def ids_of_wandb(path, all_args):
-    """The id that each run gives to ``wandb.init``. Two runs with one id are one at Weights & Biases."""
+    """Open the loggers of some runs, with a pretended wandb. Returns the id that each run gives to ``wandb.init``.
+
+    Two runs with the same id are one run at Weights & Biases.
+    """
     trainer = loaded(path)
     ids = []
 
@@ -2570,16 +2809,16 @@ def test_each_run_has_an_id_of_its_own_at_wandb_and_a_resumed_one_keeps_it(scrip
 
 
 def steps_with_a_log_that_fails(path, args):
-    """(the steps that the log is called with, the last step of the run), with a log whose disk is full."""
+    """Train with a log whose disk is full. Returns the steps with which it was called, and the last step of the run."""
     trainer = loaded(path)
     logged_steps = []
 
-    def log(step, values):
+    def log_on_a_full_disk(step, values):
         logged_steps.append(step)
         raise OSError(28, "No space left on device")
 
     def open_log(args):
-        return log
+        return log_on_a_full_disk
 
     _, metrics = trainer.train(args, CPU, open_log)
     return logged_steps, metrics["step"]
@@ -2594,21 +2833,26 @@ def test_a_log_that_fails_does_not_end_the_run(script):
 
 
 def test_the_docstring_says_how_to_leave_time_for_a_save(script):
-    text = script.read_text().split('"""')[1]
-    assert "--shutdown-timeout=300 --signals-to-handle=SIGTERM,SIGINT,SIGUSR1" in text
+    _, docstring, _ = script.read_text().split('"""', maxsplit=2)
+    assert "--shutdown-timeout=300 --signals-to-handle=SIGTERM,SIGINT,SIGUSR1" in docstring
 
 
 @pytest.mark.daily
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
-def test_a_model_that_inductor_compiled_has_the_same_losses(script, alone, tmp_path):
-    environment = {**alone, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    flags = ["--max-steps=5", "--warmup=2", "--width=16", "--dtype=bfloat16"]
-    status, plain, errors, _ = forked(script_on_ranks(script, 2, *flags), environment)
-    assert status == 0, errors
-    flags += ["--compile-with=inductor", f"--checkpoint-dir={tmp_path / 'runs'}"]
-    status, compiled, errors, _ = forked(script_on_ranks(script, 2, *flags), environment, timeout=600)
-    assert status == 0, errors
-    assert result(compiled) == pytest.approx(result(plain), abs=0.02)
-    state = torch.load(tmp_path / "runs" / "step_00000005.pt", weights_only=True)
-    assert "0.weight" in state["model"]  # without a prefix of the compiler or of DDP
+def test_a_model_that_inductor_compiled_has_the_same_losses(script, environment, tmp_path):
+    """Its weights are saved under the names of the model, without a prefix of the compiler or of DDP."""
+    with_cache = {**environment, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+
+    def out_of_run(*flags):
+        all_flags = ["--max-steps=5", "--warmup=2", "--width=16", "--dtype=bfloat16", *flags]
+        status, out, errors, _ = forked(script_on_ranks(script, 2, *all_flags), with_cache, timeout=600)
+        assert status == 0, errors
+        return out
+
+    expected = result(out_of_run())
+    compiled = result(out_of_run("--compile-with=inductor", f"--checkpoint-dir={tmp_path / 'runs'}"))
+    assert compiled == pytest.approx(expected, abs=0.02)
+
+    checkpoint = torch.load(tmp_path / "runs" / "step_00000005.pt", weights_only=True)
+    assert "0.weight" in checkpoint["model"]
