@@ -10,8 +10,9 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -29,21 +30,32 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def toc_files():
     """The files of _toc.yml without their suffixes, in reading order: ``["book/intro", …]``."""
     toc = yaml.safe_load((ROOT / "_toc.yml").read_text())
-    return [toc["root"]] + [chapter["file"] for part in toc["parts"] for chapter in part["chapters"]]
+    files = [toc["root"]]
+    for part in toc["parts"]:
+        files += [chapter["file"] for chapter in part["chapters"]]
+    return files
 
 
 CHAPTERS = [name for name in toc_files() if re.match(r"notebooks/\d\d_", name)]
 
 
-def build(folder, **env):
-    """Build the book whose sources are in ``folder``, warnings being errors.
+class Build(NamedTuple):
+    """How a build of the book ended."""
 
-    Returns (folder of the HTML, exit status, what the build complained about).
+    html: Path  # the folder of its HTML
+    status: int  # the exit status
+    complaints: str  # its warnings and errors
+
+
+def build(folder, **variables):
+    """Build the book whose sources are in ``folder``, warnings being errors, and return how the Build ended.
+
+    ``variables`` are added to the environment, such as ``BOOK_LANGUAGE="de"``.
     """
     command = [Path(sys.executable).with_name("jupyter-book"), "build", folder, "-W", "--keep-going", "-n", "-q"]
-    env = {**os.environ, "NO_COLOR": "1", **env}
-    process = subprocess.run(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    return folder / "_build" / "html", process.returncode, process.stderr
+    environment = {**os.environ, "NO_COLOR": "1", **variables}
+    process = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    return Build(folder / "_build" / "html", process.returncode, process.stderr)
 
 
 def run_nbval(path, *options):
@@ -66,34 +78,51 @@ def pytest_runtest_setup(item):
                 pytest.skip(reason)
 
 
+@dataclass(frozen=True)
+class Book:
+    """The built book."""
+
+    html: Path  # the folder of its HTML
+    scripts: Path  # the folder of the chapters' scripts
+    status: int  # the exit status of the build
+    complaints: str  # the build's warnings and errors
+
+
 @pytest.fixture(scope="session")
 def book(tmp_path_factory, worker_id):
-    """The book, built once for all tests: ``.html`` is its folder, ``.status`` and ``.complaints`` are the build's.
+    """The Book, which is built once for all tests and all workers of pytest-xdist.
 
     BUILT_BOOK names a project's folder in which `make book` has built it, without complaints.
     """
     if "BUILT_BOOK" in os.environ:
-        built = Path(os.environ["BUILT_BOOK"])
-        return SimpleNamespace(html=built / "_build" / "html", scripts=built / "scripts", status=0, complaints="")
-    shared = tmp_path_factory.getbasetemp()
-    if worker_id != "master":
-        shared = shared.parent  # one folder for all of pytest-xdist's workers
+        project = Path(os.environ["BUILT_BOOK"])
+        return Book(project / "_build" / "html", project / "scripts", status=0, complaints="")
+    folder_of_worker = tmp_path_factory.getbasetemp()
+    if worker_id == "master":  # there are no workers
+        shared = folder_of_worker
+    else:
+        shared = folder_of_worker.parent
     folder = shared / "built-book"
-    record = shared / "built-book.json"
+    record = shared / "built-book.json"  # is written when the book is built, for the workers that waited
     with FileLock(shared / "built-book.lock"):
         if not record.exists():
             shutil.rmtree(folder, ignore_errors=True)  # a builder whose time was up may have left it
-            for name in ["book", "notebooks"]:
-                shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns(".*", "__pycache__"))
-            for name in ["_config.yml", "_toc.yml"]:
-                shutil.copy(ROOT / name, folder)
-            (folder / "helpers").symlink_to(ROOT / "helpers")  # a page shows functions of a file there
+            copy_sources(folder)
             export = [sys.executable, "-m", "helpers", "export", "--all", "--out", folder / "scripts"]
             subprocess.run(export, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-            _, status, complaints = build(folder, BOOK_REPOSITORY_URL="")
-            record.write_text(json.dumps({"status": status, "complaints": complaints}))
+            done = build(folder, BOOK_REPOSITORY_URL="")
+            record.write_text(json.dumps({"status": done.status, "complaints": done.complaints}))
     outcome = json.loads(record.read_text())
-    return SimpleNamespace(html=folder / "_build" / "html", scripts=folder / "scripts", **outcome)
+    return Book(folder / "_build" / "html", folder / "scripts", outcome["status"], outcome["complaints"])
+
+
+def copy_sources(folder):
+    """Copy what the book is built from into a folder, without the chapters' scripts."""
+    for name in ["book", "notebooks"]:
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns(".*", "__pycache__", "*.mo"))
+    for name in ["_config.yml", "_toc.yml"]:
+        shutil.copy(ROOT / name, folder)
+    (folder / "helpers").symlink_to(ROOT / "helpers")  # a page shows functions of a file there
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +143,7 @@ def book_url(book):
 
 @pytest.fixture
 def helpers(capsys):
-    """A function that runs the command line in this process and returns (exit status, stdout, stderr)."""
+    """A function that runs ``python -m helpers ARGUMENTS`` in this process: returns (exit status, stdout, stderr)."""
     from helpers.__main__ import main
 
     def call(*arguments):
@@ -140,13 +169,20 @@ def browser():
 
 @pytest.fixture(scope="module")
 def context(browser):
-    """What opens the pages of ``visit``: each page in a context of its own. A test file may have one for all."""
+    """In what ``visit`` opens its pages: the browser, which gives each page a context of its own.
+
+    A test file may have another fixture of this name, which is one context for all of its pages.
+    """
     return browser
 
 
 @pytest.fixture
 def visit(context, book_url):
-    """A function that opens a page of the book, at ``url`` if it is not the served one. No page may complain."""
+    """A function that opens a page of the book, ``visit("book/intro")``, and returns Playwright's page.
+
+    With ``url`` it is a page of the book at another address, such as the one of a folder. At the end of the test, the
+    pages are closed, and the test fails if the browser complained of one.
+    """
     from visits import open_page
 
     pages = []

@@ -37,6 +37,15 @@ class Work(NamedTuple):
     folder: str
 
 
+class Ended(NamedTuple):
+    """How a program ended."""
+
+    status: int | None  # its exit status; None if it still ran after its timeout and was killed
+    out: str  # what it printed
+    errors: str  # what it printed to stderr
+    left: list  # the processes that it left behind
+
+
 def script_alone(script, *flags):
     """``python script flags``, in the script's folder."""
     return Work("forked", "run_script", [str(script), *map(str, flags)], str(script.parent))
@@ -54,7 +63,7 @@ def command(*words):
 
 
 def forked(work, environment, timeout=240):
-    """(exit status, stdout, stderr, processes that it left). The status is None if it was killed after ``timeout``."""
+    """Do the work in a fork, and return how it Ended. It is killed if it takes more than ``timeout`` seconds."""
     return Forked(work, environment).end(timeout)
 
 
@@ -94,7 +103,10 @@ class Forked:
         return ["a fork"]
 
     def end(self, timeout=240):
-        """Wait for the end. Returns what ``forked`` returns."""
+        """Wait until the work has ended, at most ``timeout`` seconds, and kill what is left of it. Return how it Ended.
+
+        If it took longer, the stacks of its processes are behind what it printed to stderr.
+        """
         self.process.join(timeout)
         status = self.process.exitcode
         stacks = ""
@@ -113,7 +125,7 @@ class Forked:
         out = Path(self.output.name, "out").read_text()
         errors = Path(self.output.name, "errors").read_text() + stacks
         self.output.cleanup()
-        return status, out, errors, left
+        return Ended(status, out, errors, left)
 
 
 def stack_of(pid):
@@ -124,7 +136,10 @@ def stack_of(pid):
 
 
 def do_work(work, environment, output, pipe):
-    """Do the work in this fork as a new process would. It and all that it forks hold the pipe open."""
+    """Do the work in this fork as a new process would, and print into files of the folder ``output``.
+
+    The fork and all that it forks hold ``pipe`` open, by which the tests notice a process that is left behind.
+    """
     import torch  # here: the tests' own process can do without
 
     os.setsid()
@@ -145,16 +160,25 @@ def do_work(work, environment, output, pipe):
     sys.exit(status)
 
 
+STDOUT = 1  # the numbers of the two files into which a process prints
+STDERR = 2
+
+
 def write_to(out, errors):
     """From now on, this process and those that it starts print into these two files."""
-    for number, path in ((1, out), (2, errors)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)
-    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    file_of_out = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file_of_out, STDOUT)
+    file_of_errors = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file_of_errors, STDERR)
+    sys.stdout = open(STDOUT, "w", buffering=1, closefd=False)
+    sys.stderr = open(STDERR, "w", buffering=1, closefd=False)
 
 
 def hide_helpers(sitecustomize):
-    """Run what scripting.stand_alone has written, if it has, which forbids the import of helpers."""
+    """Forbid the import of helpers if scripting.stand_alone has written the file that does it, sitecustomize.py.
+
+    A new Python runs that file at its start. A fork has to, and to forget the modules that it has from before.
+    """
     if sitecustomize.is_file():
         for name in list(sys.modules):
             if name.partition(".")[0] == "helpers":

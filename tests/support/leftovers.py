@@ -104,11 +104,13 @@ def surroundings():
     """
     folder = tempfile.mkdtemp(prefix="one-")
     mark = f"{os.environ[MARK]}-{next(numbers)}"
+
+    def nothing_is_left():
+        return not processes(mark) and not listing(folder)
+
     try:
         yield {**os.environ, "TMPDIR": folder, "IPYTHONDIR": f"{folder}-ipython", MARK: mark}
-        if not wait_until(
-            lambda: not processes(mark) and not listing(folder), 200
-        ):  # a forkserver first ends its imports
+        if not wait_until(nothing_is_left, 200):  # long, because a forkserver first ends its imports
             raise AssertionError(f"left: {processes(mark)}, {listing(folder)}")
     finally:
         for pid in processes(mark):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import leftovers
 import nbformat
-from forked import AT_ADDRESS, TORCHRUN, command, forked
+from forked import AT_ADDRESS, TORCHRUN, Ended, command, forked
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from helpers.export import chapters
@@ -35,12 +35,23 @@ def write_notebook(folder, source, parameters="steps: int = 10\nfail: int = -1")
 
 
 def stand_alone(folder):
-    """Environment variables that hide this project from scripts; ``folder`` takes the file that does it."""
+    """Environment variables with which a script runs as on a machine without this project and without a GPU.
+
+    Python imports the file sitecustomize.py at its start. The one that this function writes into ``folder`` makes each
+    ``import helpers`` fail.
+    """
     (folder / "sitecustomize.py").write_text('import sys\n\nsys.modules["helpers"] = None  # no import gets it\n')
+    if sys.platform == "darwin":
+        loopback = "lo0"
+    else:
+        loopback = "lo"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    alone = {"PYTHONPATH": str(folder), "TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
-    return {**environment, **alone, "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = str(folder)
+    environment["TMPDIR"] = str(folder)
+    environment["OMP_NUM_THREADS"] = "1"
+    environment["GLOO_SOCKET_IFNAME"] = loopback
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    return environment
 
 
 def export(notebook, folder):
@@ -50,9 +61,9 @@ def export(notebook, folder):
 
 
 def torchrun(script, nproc, environment, *flags, timeout=240):
-    """Run a script under torchrun in its own folder, as (exit status, stdout, stderr, processes that it left).
+    """Run a script under torchrun in its own folder, and return how it Ended.
 
-    The status is None when it hung for ``timeout`` seconds and was killed.
+    It is killed if it takes more than ``timeout`` seconds, and so are the processes that it leaves behind.
     """
     mark = uuid.uuid4().hex
     words = [sys.executable, *TORCHRUN, f"--nproc-per-node={nproc}", *AT_ADDRESS, script, *flags]
@@ -68,7 +79,7 @@ def torchrun(script, nproc, environment, *flags, timeout=240):
         os.kill(pid, signal.SIGKILL)
     if status is None:
         out, errors = process.communicate()
-    return status, out, errors, left
+    return Ended(status, out, errors, left)
 
 
 def rehearse_here(script, *options, flags=(), timeout=240):
@@ -77,9 +88,11 @@ def rehearse_here(script, *options, flags=(), timeout=240):
     Returns the finished process. Fails if it hangs or leaves a process behind.
     """
     work = command("rehearse", script, "--timeout", timeout, *options, "--", *flags)
-    status, out, errors, left = forked(work, {**os.environ, "OMP_NUM_THREADS": "1"}, timeout)
-    assert status is not None and not left, f"{status}: {left} left\n{out}{errors}"
-    return subprocess.CompletedProcess(work.words, status, out, errors)
+    ended = forked(work, {**os.environ, "OMP_NUM_THREADS": "1"}, timeout)
+    report = f"{ended.status}: {ended.left} left\n{ended.out}{ended.errors}"
+    assert ended.status is not None, report
+    assert not ended.left, report
+    return subprocess.CompletedProcess(work.words, ended.status, ended.out, ended.errors)
 
 
 def result(out):

@@ -2,7 +2,7 @@
 
 from axe_playwright_python.base import AXE_SCRIPT
 
-OF_COLOURS = {"runOnly": {"type": "rule", "values": ["color-contrast", "link-in-text-block"]}}
+RULES_ON_COLOURS = {"runOnly": {"type": "rule", "values": ["color-contrast", "link-in-text-block"]}}
 THEMES_OWN = {"label-content-name-mismatch", "region"}  # axe's findings on an empty page of the theme
 
 WIDE = {"width": 1280, "height": 900}
@@ -11,24 +11,28 @@ PATIENCE = 120_000  # milliseconds: a busy machine is slow, and no test here mea
 
 
 def open_page(context, url, name, complaints):
-    """Open a page of the book, and go on adding to ``complaints``: the browser's, and requests to other hosts.
+    """Open the page ``name`` of the book at ``url``, and return it as Playwright's page.
 
-    Chromium's complaints have the requests that fail, and replies such as 404.
+    As long as it is open, what is wrong is added to the list ``complaints``: requests to other hosts, and what the
+    browser writes to its console, where Chromium names requests that fail and replies such as 404.
     """
     page = context.new_page()
     page.set_default_timeout(PATIENCE)
 
-    def hear(message):
+    def note_message(message):
         if message.type in ("error", "warning"):
             complaints.append(f"{message.text} {message.location['url']}")
 
-    def check(request):
+    def note_error(error):
+        complaints.append(f"page error: {error}")
+
+    def note_outside_request(request):
         if not request.url.startswith((url, "data:", "blob:")):
             complaints.append(f"outside request: {request.url}")
 
-    page.on("console", hear)
-    page.on("pageerror", lambda error: complaints.append(f"page error: {error}"))
-    page.on("request", check)
+    page.on("console", note_message)
+    page.on("pageerror", note_error)
+    page.on("request", note_outside_request)
     page.emulate_media(color_scheme="light")
     page.goto(f"{url}/{name}.html")
     return page
@@ -88,22 +92,27 @@ WITHOUT_HIDDEN_FRAMES = """() => {
 
 def seen_by_axe(page):
     """Yields what axe finds on a page, light and dark. In dark, only rules on colours are checked."""
-    for script in (WITHOUT_HIDDEN_FRAMES, ONE_OF_A_KIND, AXE):
-        page.evaluate(script)
-    for scheme, rules in {"light": {}, "dark": OF_COLOURS}.items():
+    page.evaluate(WITHOUT_HIDDEN_FRAMES)
+    page.evaluate(ONE_OF_A_KIND)
+    page.evaluate(AXE)
+    all_rules = {}
+    for scheme, rules in [("light", all_rules), ("dark", RULES_ON_COLOURS)]:
         page.emulate_media(color_scheme=scheme)
         page.locator(f"html[data-theme={scheme}]").wait_for()
         unfold(page)
         page.evaluate(ONE_OF_A_LOOK)
-        for rule in page.evaluate(RUN_AXE, rules):
-            if rule["id"] not in THEMES_OWN:
-                yield from (f"{scheme}: {rule['id']}: {node['html'][:200]}" for node in rule["nodes"])
+        for broken_rule in page.evaluate(RUN_AXE, rules):
+            if broken_rule["id"] in THEMES_OWN:
+                continue
+            for node in broken_rule["nodes"]:
+                yield f"{scheme}: {broken_rule['id']}: {node['html'][:200]}"
 
 
 def too_wide(page):
     """Yields a problem where a page that is 360 pixels wide scrolls sideways."""
     page.set_viewport_size(NARROW)
     width = page.evaluate("document.documentElement.scrollWidth")
-    if width > NARROW["width"] or page.evaluate("window.scrollTo(200, 0), window.scrollX"):
+    has_scrolled = page.evaluate("window.scrollTo(200, 0), window.scrollX") > 0
+    if width > NARROW["width"] or has_scrolled:
         yield f"{width} pixels wide where {NARROW['width']} are shown"
     page.set_viewport_size(WIDE)
