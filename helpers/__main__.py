@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 from helpers.command_line import Parser, is_failed_output, open_closed_streams, status_of_failed_output
@@ -18,14 +19,16 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error.name} is not installed in this Python.\nTake the one that make sets up: .venv/bin/python")
 
-WITH_FLAGS = ("run", "rehearse")  # commands that pass flags on to a script, after two dashes: run 04 -- --epochs 2
+# Commands that run a script. What follows two dashes are flags for the script, as in: run 04 -- --epochs 2
+WITH_FLAGS = ("run", "rehearse")
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Read a command line, which comes without the program's name. Wrong usage raises SystemExit(2).
+    """Read a command line, given without the program's name. Wrong usage raises SystemExit(2).
 
-    Returns the command's arguments and, if it runs a script, the flags for the script. ``args.main`` is the function
-    that carries the command out: it takes both.
+    Returns the command's arguments and the flags for the script that it runs. For "run 04 --nproc 2 -- --epochs 2" the
+    flags are ["--epochs", "2"]; a command that runs no script has none. ``args.main`` is the function that carries out
+    the command: it takes the arguments and the flags.
     """
     parser = Parser(
         prog="python -m helpers",
@@ -42,8 +45,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         arguments = arguments[:dashes]
     args, unrecognized = parser.parse_known_args(arguments)
     if args.command in WITH_FLAGS:
-        # These commands have an argument `flags`, for their help alone: the script's flags were taken off above. What
-        # argparse has put there was written without the two dashes.
+        # The script's flags were taken off above, so what is still here was written without the two dashes. argparse
+        # has put part of it into `args.flags`, an argument that these commands have for their help text only.
         without_dashes = [*unrecognized, *args.flags]
         if without_dashes:
             message = f"put two dashes before the script's flags: -- {' '.join(without_dashes)}"
@@ -54,7 +57,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def add_commands(commands: Any) -> None:
-    """Add all commands with their arguments. ``commands`` is what argparse's ``add_subparsers`` has returned."""
+    """Add all commands with their arguments. ``commands`` is what argparse's ``add_subparsers`` returned."""
     chapters.add_commands(commands)
 
     command = commands.add_parser("rehearse", help="run a script's GPU path on pretended GPUs of this machine")
@@ -62,26 +65,36 @@ def add_commands(commands: Any) -> None:
     rehearsal.add_arguments(command)
 
     command = commands.add_parser("doctor", help="check the machines, the network and the collectives")
-    command.set_defaults(main=lambda args, flags: doctor.main(args))
+    command.set_defaults(main=without_flags(doctor.main))
     doctor.add_arguments(command)
 
     command = commands.add_parser("nccl-log", help="what the logs of a job that is slow or hangs say of NCCL")
-    command.set_defaults(main=lambda args, flags: nccl_log.main(args))
+    command.set_defaults(main=without_flags(nccl_log.main))
     nccl_log.add_arguments(command)
 
     command = commands.add_parser("verify", help="run the whole book on this machine's GPUs, and compare")
-    command.set_defaults(main=lambda args, flags: verify.main(args))
+    command.set_defaults(main=without_flags(verify.main))
     verify.add_arguments(command)
 
     command = commands.add_parser("plan", help="what a job needs: memory, messages, time, failures, cost")
-    command.set_defaults(main=lambda args, flags: planner.main(args))
+    command.set_defaults(main=without_flags(planner.main))
     planner.add_arguments(command)
 
 
-def main(arguments: list[str]) -> int:
-    """Run a command line, without the program's name; return its exit status. Wrong usage raises SystemExit(2).
+def without_flags(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace, list[str]], int]:
+    """Turn the main function of a command that runs no script, which takes no flags, into one that ignores them."""
 
-    A command need not handle an OSError of its output, or of a file that it names: it becomes a one-line message here.
+    def main_of_command(args: argparse.Namespace, flags: list[str]) -> int:
+        return command(args)
+
+    return main_of_command
+
+
+def main(arguments: list[str]) -> int:
+    """Run a command line, given without the program's name, and return its exit status.
+
+    Wrong usage raises SystemExit(2). A command need not handle an OSError of its output or of a file that the user
+    names: here it becomes a message of one line.
     """
     open_closed_streams()
     try:
@@ -98,18 +111,18 @@ def main(arguments: list[str]) -> int:
         print("Interrupted.", file=sys.stderr)
         return 130
     try:
-        sys.stdout.flush()  # what a command has printed may be written only now, to a file or a pipe
+        sys.stdout.flush()  # Only now is what the command printed written to a file or a pipe, and that may fail.
     except OSError as error:
-        has_failed_before = status != 0  # then the command has said why
-        if not has_failed_before:
+        command_succeeded = status == 0  # A command that failed has said why already.
+        if command_succeeded:
             return status_of_failed_output(error)
     return status
 
 
 def main_and_exit() -> None:
-    """Run this process's command line, and leave without Python's own end.
+    """Run this process's command line and exit by ``os._exit``, which does not wait for threads.
 
-    That end waits for threads, and those of a process group that has failed may never finish.
+    Python's usual exit waits for them, and the threads of a failed process group may never finish.
     """
     try:
         status = main(sys.argv[1:])

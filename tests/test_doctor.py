@@ -26,7 +26,7 @@ from helpers.doctor.trials import COLLECTIVES
 from helpers.ranks.launch import RankError, launch, warm
 
 ROOT = Path(__file__).parents[1]
-LOOPBACK = "lo"
+LOOPBACK = "lo"  # the name of the network interface on Linux
 if sys.platform == "darwin":
     LOOPBACK = "lo0"
 NO_INTERFACE = "nowhere9"
@@ -36,9 +36,10 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # A rank would need
 
 
 def check_healthy_report(out, ranks):
-    """Check what every report on healthy ranks of this machine has."""
-    lines = out.partition("\n\nThat was this machine alone.")[0].splitlines()
-    assert max(map(len, lines)) <= 80
+    """Check what every report about healthy ranks of this machine has. ``out`` is what the doctor printed."""
+    report, _, _ = out.partition("\n\nThat was this machine alone.")
+    lines = report.splitlines()
+    assert max(len(line) for line in lines) <= 80
     assert lines[0] == f"{ranks} ranks on 1 host, gloo"
     assert lines[-1] == "Nothing is wrong here."
     assert f"{LOOPBACK} 127.0.0.1" in out
@@ -47,7 +48,8 @@ def check_healthy_report(out, ranks):
     pairs = ranks * (ranks - 1) // 2
     assert f"{pairs} of {pairs} pairs right" in out
     for name in COLLECTIVES:
-        assert re.search(rf"(?m)^{name} +yes +\d+ +[\d.]+$", out), name
+        right_row = rf"(?m)^{name} +yes +\d+ +[\d.]+$"  # "all_reduce    yes    310    0.52"
+        assert re.search(right_row, out), name
 
 
 # --- as a command -----------------------------------------------------------------------------------------------------
@@ -55,7 +57,7 @@ def check_healthy_report(out, ranks):
 
 @pytest.fixture
 def environment():
-    """Environment variables without a launcher's. At the end, processes that a test has started must be gone."""
+    """Environment variables without a launcher's. Afterwards, the processes that the test started must be gone."""
     with leftovers.surroundings() as environment:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE"):
             environment.pop(name, None)
@@ -64,7 +66,7 @@ def environment():
 
 
 def run(environment, *words):
-    """The finished process of ``python words``."""
+    """Run ``python`` with these words behind it, and return the finished process."""
     return subprocess.run(
         [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
     )
@@ -83,8 +85,9 @@ def test_without_a_launcher_it_starts_two_ranks_here_and_compares_them_with_a_pl
     done = run(environment, "-m", "helpers", "doctor", "--plan", plan)
     assert (done.returncode, done.stderr) == (0, "")
     check_healthy_report(done.stdout, ranks=2)
-    compared = re.findall(r"(?m)^(.{10})has .*, the plan counts on \S+$", done.stdout)
-    assert [name.rstrip() for name in compared] == ["ranks", "nodes", "memory", "matmul", "in a node"]
+    comparison = r"(?m)^(.{10})has .*, the plan counts on \S+$"  # "nodes     has 1 here, the plan counts on 1"
+    compared = [name.rstrip() for name in re.findall(comparison, done.stdout)]
+    assert compared == ["ranks", "nodes", "memory", "matmul", "in a node"]
 
 
 @pytest.mark.ranks
@@ -92,12 +95,13 @@ def test_under_torchrun_one_rank_of_a_host_fails_where_a_problem_is_found(enviro
     # Without a network c10d warns that its client's name is not found.
     environment |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "GLOO_SOCKET_IFNAME": NO_INTERFACE}
     done = run(environment, *TORCHRUN, *AT_ADDRESS, "--nproc-per-node=2", "-m", "helpers", "doctor")
-    text = " ".join(done.stdout.split())
-    assert f"Ranks 0-1 should use the network interface {NO_INTERFACE}, which has no address." in text
-    assert re.search(rf"starting a group on gloo failed on ranks 0-1: .*{NO_INTERFACE}", text)
+    report = " ".join(done.stdout.split())  # without its line breaks
+    assert f"Ranks 0-1 should use the network interface {NO_INTERFACE}, which has no address." in report
+    assert re.search(rf"starting a group on gloo failed on ranks 0-1: .*{NO_INTERFACE}", report)
     assert "\nno process group: no collective was tried\n" in done.stdout
     assert done.returncode == 1
-    assert len(re.findall(r"(?m)^ +exitcode", done.stderr)) == 1
+    failed_ranks = re.findall(r"(?m)^ +exitcode", done.stderr)  # torchrun prints such a line for each
+    assert len(failed_ranks) == 1
 
 
 @pytest.mark.ranks
@@ -105,7 +109,7 @@ def test_under_srun_rank_0_serves_the_store_and_the_other_rank_finds_it(environm
     with socket.socket() as holder:  # It keeps the port from other programs until rank 0 listens there.
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
-        port = holder.getsockname()[1]
+        _, port = holder.getsockname()
         environment |= {
             **STEP,
             "SLURM_STEP_NUM_TASKS": "2",
@@ -118,17 +122,27 @@ def test_under_srun_rank_0_serves_the_store_and_the_other_rank_finds_it(environm
             variables = {**environment, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}
             command = [sys.executable, "-m", "helpers", "doctor"]
             tasks.append(subprocess.Popen(command, cwd=ROOT, env=variables, **PIPES))
-        out, errors = tasks[0].communicate(timeout=200)
-        assert tasks[1].communicate(timeout=200) == ("", "")
+        report, errors = tasks[0].communicate(timeout=200)
+        printed_by_rank_1 = tasks[1].communicate(timeout=200)
     assert [task.returncode for task in tasks] == [0, 0]
     assert errors == ""
-    check_healthy_report(out, ranks=2)
+    check_healthy_report(report, ranks=2)
+    assert printed_by_rank_1 == ("", "")
+
+
+IMPORT_THE_DOCTOR = """\
+import sys
+import helpers.__main__
+import helpers.doctor.examine
+
+not_needed = {"cloudpickle", "matplotlib", "nbformat"}
+print(not_needed & set(sys.modules))
+"""
 
 
 def test_a_cluster_needs_torch_and_psutil_alone():
-    not_needed = "{'cloudpickle', 'matplotlib', 'nbformat'}"
-    source = f"import sys, helpers.__main__, helpers.doctor.examine; print({not_needed} & {{*sys.modules}})"
-    done = run(None, "-c", source)
+    """The doctor imports nothing that only the book needs."""
+    done = run(None, "-c", IMPORT_THE_DOCTOR)
     assert (done.stdout, done.stderr) == ("set()\n", "")
 
 
@@ -139,40 +153,43 @@ def test_a_cluster_needs_torch_and_psutil_alone():
 class Result:
     """What the ranks returned, and what they printed."""
 
-    statuses: list
+    statuses: list  # of each rank: the exit status, or "gone" if it died
     out: str
 
     @property
     def text(self):
+        """The output without its line breaks."""
         return " ".join(self.out.split())
 
     @property
     def problems(self):
+        """How many problems the report counts in its last line, such as "2 problems found"."""
         return int(re.search(r"(?m)^(\d+) problems? found$", self.out)[1])
 
     @property
     def failed_collectives(self):
+        """The names of the collectives whose row says NO, as in "scatter       NO"."""
         return re.findall(r"(?m)^(\w+) +NO\b", self.out)
 
 
 @pytest.fixture
 def run_doctor(capsys):
-    """A function that runs the doctor on ranks of this machine.
+    """A function that runs the doctor on ``count`` ranks of this machine, and returns a Result.
 
-    ``sabotage`` is called on each rank, with its number, before the doctor.
+    On each rank, ``sabotage(rank)`` is called before the doctor, to break something there.
     """
     warm()
 
     def run(count, sabotage, timeout=60, plan=None):
         # As under torchrun, no rank serves the store: this process does.
-        store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        store = dist.TCPStore("127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False)
 
         def on_rank(port):
             torch.set_num_threads(1)
             dist.barrier()
             dist.destroy_process_group()
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-            del os.environ["TORCHELASTIC_RUN_ID"]  # with which one rank of a host alone would report a failure
+            del os.environ["TORCHELASTIC_RUN_ID"]  # With it, only one rank of the host would return 1 for a problem.
             rank = int(os.environ["RANK"])
             try:
                 sabotage(rank)
@@ -183,30 +200,33 @@ def run_doctor(capsys):
 
         with leftovers.unchanged():
             statuses = launch(on_rank, store.port, nproc=count, timeout=timeout + 100)
-        out = re.sub(r"(?m)^\[ranks? [^]]*\] ?", "", capsys.readouterr().out)
+        name_of_rank = r"(?m)^\[ranks? [^]]*\] ?"  # "[rank 0] " before each line that launch prints for a rank
+        out = re.sub(name_of_rank, "", capsys.readouterr().out)
         return Result(statuses, out)
 
     return run
 
 
 def raises(error):
-    """A function that raises the error, with any arguments."""
+    """A function that raises this error, whatever its arguments are."""
 
-    def function(*args, **options):
+    def broken(*args, **options):
         raise error
 
-    return function
+    return broken
 
 
 @pytest.mark.ranks
 def test_ranks_that_come_too_late_or_die_are_named_and_the_others_go_on(run_doctor):
+    timeout = 6
+
     def sabotage(rank):
         if rank == 0:
-            time.sleep(12)
+            time.sleep(2 * timeout)
         if rank == 1:
-            dist.all_reduce = raises(SystemExit())
+            dist.all_reduce = raises(SystemExit())  # The rank dies in this collective.
 
-    result = run_doctor(4, sabotage, timeout=6)
+    result = run_doctor(4, sabotage, timeout)
     assert result.statuses == [1, "gone", 1, 1]
     assert "Rank 0 of 4 did not come within 6 s." in result.text
     assert "The others went on without this rank: it was too slow." in result.text
@@ -220,12 +240,17 @@ def test_ranks_that_come_too_late_or_die_are_named_and_the_others_go_on(run_doct
 @pytest.mark.ranks
 def test_where_a_rank_takes_no_connection_no_group_is_started(run_doctor):
     def sabotage(rank):
-        if rank == 1:
-            facts_of_rank = examine.facts_of_rank
-            silent = socket.socket()  # It has a port and does not listen there.
-            silent.bind(("127.0.0.1", 0))
-            port = silent.getsockname()[1]
-            examine.facts_of_rank = lambda *args: replace(facts_of_rank(*args), port=port)
+        if rank != 1:
+            return
+        silent = socket.socket()  # It has a port, and does not listen there.
+        silent.bind(("127.0.0.1", 0))
+        _, silent_port = silent.getsockname()
+        original = examine.facts_of_rank
+
+        def facts_with_silent_port(*args):
+            return replace(original(*args), port=silent_port)
+
+        examine.facts_of_rank = facts_with_silent_port
 
     result = run_doctor(2, sabotage)
     assert result.statuses == [1, 1]
@@ -238,26 +263,32 @@ def test_where_a_rank_takes_no_connection_no_group_is_started(run_doctor):
 @pytest.mark.ranks
 def test_what_raises_or_is_wrong_is_named_with_its_ranks_and_what_a_plan_counts_on_is_compared(run_doctor):
     def sabotage(rank):
-        right_all_reduce = dist.all_reduce
-        exchange = dist.batch_isend_irecv
+        original_all_reduce = dist.all_reduce
+        original_exchange = dist.batch_isend_irecv
 
         def wrong_all_reduce(tensor, *args, **options):
-            work = right_all_reduce(tensor, *args, **options)
+            """Change a number of the result."""
+            work = original_all_reduce(tensor, *args, **options)
             work.wait()
             tensor[len(tensor) // 2] += 1
             return work
 
         def broken_exchange(operations):
+            """Raise an error between ranks 0 and 1, and change a number that rank 2 receives from rank 3."""
             send, receive = operations
             if {rank, send.peer} == {0, 1}:
                 raise RuntimeError("cable cut")
-            for work in exchange(operations):
+            for work in original_exchange(operations):
                 work.wait()
             if (rank, send.peer) == (2, 3):
                 receive.tensor[-1] += 1
             return []
 
-        examine.socket.gethostname = lambda: f"node{rank // 2}"
+        def name_of_host():
+            """There are two hosts with two ranks each."""
+            return f"node{rank // 2}"
+
+        examine.socket.gethostname = name_of_host
         dist.scatter = raises(RuntimeError("[/build/gloo/pair.cc:42] out of order\nand more"))
         if rank == 1:
             dist.gather = dist.scatter
@@ -265,7 +296,8 @@ def test_what_raises_or_is_wrong_is_named_with_its_ranks_and_what_a_plan_counts_
             dist.all_reduce = wrong_all_reduce
         dist.batch_isend_irecv = broken_exchange
 
-    plan = Plan("tiny on 4 x cpu", "float32", (Need("nodes", 2), Need("in a node", 1e3), Need("between", 1e3)))
+    needs = (Need("nodes", 2), Need("in a node", 1e3), Need("between", 1e3))
+    plan = Plan("tiny on 4 x cpu", "float32", needs)
     result = run_doctor(4, sabotage, timeout=8, plan=plan)
     assert result.statuses == [1, 1, 1, 1]
     assert "scatter failed on ranks 0-3: out of order." in result.text
@@ -288,12 +320,17 @@ def test_what_raises_or_is_wrong_is_named_with_its_ranks_and_what_a_plan_counts_
 @pytest.mark.ranks
 def test_a_rank_that_hangs_where_no_timeout_reaches_says_where_and_ends(capsys):
     def hang():
-        membership.REPORT_SECONDS = 0
-        membership.Membership(None, 0, 2, timeout=0.05).attempt("sleep", lambda: time.sleep(100))
+        time.sleep(100)
+
+    def attempt_what_hangs():
+        membership.REPORT_SECONDS = 0  # so that the rank is ended soon
+        member = membership.Membership(store=None, rank=0, world_size=2, timeout=0.05)
+        member.attempt("hang", hang)
 
     with pytest.raises(RankError, match="exit code 1"):
-        launch(hang, nproc=1)
-    assert re.search(r"Timeout.*\n(.*\n)*.* in <lambda>", capsys.readouterr().out)
+        launch(attempt_what_hangs, nproc=1)
+    printed = capsys.readouterr().out
+    assert re.search(r"Timeout.*\n(.*\n)*.* in hang\b", printed)  # faulthandler's traceback
 
 
 @pytest.mark.parametrize(
@@ -305,11 +342,14 @@ def test_a_rank_that_hangs_where_no_timeout_reaches_says_where_and_ends(capsys):
     ],
 )
 def test_a_store_that_cannot_be_reached_or_served_is_one_line(rank, host, message, capsys):
-    with socket.socket() as silent, mock.patch.dict(os.environ):
-        silent.bind(("127.0.0.1", 0))  # It has the port and does not listen there.
-        port = silent.getsockname()[1]
+    """Rank 0 would serve the store, and rank 1 would connect to it. {} stands for the port, which is in use."""
+    with socket.socket() as silent, mock.patch.dict(os.environ):  # run_rank sets variables, which are taken back.
+        silent.bind(("127.0.0.1", 0))  # It has the port, and does not listen there.
+        _, port = silent.getsockname()
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-        assert examine.run_rank(LaunchedRank(rank, 2, rank, host, port), timeout=0.5) == 1
+        launched = LaunchedRank(rank, world_size=2, local_rank=rank, host=host, port=port)
+        status = examine.run_rank(launched, timeout=0.5)
+    assert status == 1
     error = capsys.readouterr().err
     assert f": {message.format(port)}" in error
     assert error.count("\n") == 1

@@ -3,7 +3,7 @@
 import json
 import re
 from dataclasses import replace
-from itertools import combinations
+from itertools import chain, combinations
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +23,8 @@ from helpers.export.chapters import find_notebook
 from helpers.planner.plan import plan
 from helpers.planner.report import tables
 
+WIDTH = 80  # characters of a line of the report
+
 
 def unwrapped(text):
     """A text without its line breaks."""
@@ -32,22 +34,23 @@ def unwrapped(text):
 # --- a launcher's variables -------------------------------------------------------------------------------------------
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
-OF_TORCHRUN = LaunchedRank(1, 2, 1, "node1", 29500)
-OF_SLURM = LaunchedRank(9, 16, 1, "gpu07", 23456)
+RANK_OF_TORCHRUN = LaunchedRank(rank=1, world_size=2, local_rank=1, host="node1", port=29500)
+RANK_OF_SLURM = LaunchedRank(rank=9, world_size=16, local_rank=1, host="gpu07", port=23456)  # STEP is its variables.
 
 
 @pytest.mark.parametrize(
     ("environment", "launched"),
     [
         ({"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}, None),
-        (TORCHRUN, OF_TORCHRUN),
-        (STEP, OF_SLURM),
-        ({**STEP, "MASTER_ADDR": "node4", "MASTER_PORT": "29501"}, replace(OF_SLURM, host="node4", port=29501)),
+        (TORCHRUN, RANK_OF_TORCHRUN),
+        (STEP, RANK_OF_SLURM),
+        ({**STEP, "MASTER_ADDR": "node4", "MASTER_PORT": "29501"}, replace(RANK_OF_SLURM, host="node4", port=29501)),
         ({**STEP, "SLURM_STEP_NUM_TASKS": "1"}, None),  # a shell in Slurm is not a rank
-        ({**STEP, **TORCHRUN}, OF_TORCHRUN),  # torchrun in a step
+        ({**STEP, **TORCHRUN}, RANK_OF_TORCHRUN),  # torchrun in a step
     ],
 )
 def test_the_launchers_variables(environment, launched):
+    """The variables of torchrun and of srun give the same record; without a launcher there is none."""
     assert read_launcher(environment) == launched
 
 
@@ -70,9 +73,12 @@ def test_the_first_host_of_slurms_node_list(nodes, host):
     ],
 )
 def test_the_variables_are_shown_where_one_is_missing_or_wrong(change, message, monkeypatch, helpers):
-    for name, value in {**TORCHRUN, **change}.items():
+    variables = {**TORCHRUN, **change}
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
+
     status, _, error = helpers("doctor")
+
     assert status == 1
     assert error.startswith(f"error: {message}")
     assert "\nStart the ranks with torchrun or srun; for this" in error
@@ -80,22 +86,23 @@ def test_the_variables_are_shown_where_one_is_missing_or_wrong(change, message, 
 
 # --- what a rank knows about itself -----------------------------------------------------------------------------------
 
-ON_CPU = torch.device("cpu")
-ON_GPU = torch.device("cuda", 0)
-ADDRESSES = {"lo": "127.0.0.1", "eth0": "10.0.0.7", "eth1": "10.1.0.7"}
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
+ADDRESSES = {"lo": "127.0.0.1", "eth0": "10.0.0.7", "eth1": "10.1.0.7"}  # {interface: its address}
 
 
 @pytest.mark.parametrize(
     ("device", "variable", "expected"),
     [
-        (ON_CPU, "eth1,eth0", Interface("eth1", "10.1.0.7")),
-        (ON_CPU, "nowhere9", Interface("nowhere9", None)),  # has no such interface
-        (ON_CPU, "", Interface("loopback", "127.0.1.1")),  # gloo takes the address of the host's name
-        (ON_GPU, "eth", Interface("eth0", "10.0.0.7")),  # NCCL takes the beginning of a name
-        (ON_GPU, "", Interface("eth0", "10.0.0.7")),  # which leads to the master
+        (CPU, "eth1,eth0", Interface("eth1", "10.1.0.7")),  # The user names two: the first one counts.
+        (CPU, "nowhere9", Interface("nowhere9", None)),  # The host has no such interface.
+        (CPU, "", Interface("loopback", "127.0.1.1")),  # gloo takes the address of the host's name.
+        (GPU, "eth", Interface("eth0", "10.0.0.7")),  # For NCCL the beginning of a name is enough.
+        (GPU, "", Interface("eth0", "10.0.0.7")),  # It is the one that leads to the master.
     ],
 )
 def test_the_interface_that_a_backend_takes(device, variable, expected, monkeypatch):
+    """``variable`` is what the user has set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to."""
     pretend_network(monkeypatch)
     for backend in ("GLOO", "NCCL"):
         monkeypatch.setenv(f"{backend}_SOCKET_IFNAME", variable)
@@ -103,7 +110,7 @@ def test_the_interface_that_a_backend_takes(device, variable, expected, monkeypa
 
 
 def pretend_network(monkeypatch):
-    """This host has the interfaces of ``ADDRESSES``, its name leads to the loopback, and eth0 to the master."""
+    """Pretend that this host has the interfaces of ADDRESSES, a name that is a loopback, and its master at eth0."""
     monkeypatch.setattr(facts, "addresses_by_interface", lambda: ADDRESSES)
     monkeypatch.setattr(facts, "address_of_own_name", lambda: "127.0.1.1")
     monkeypatch.setattr(facts, "address_towards", lambda host: ADDRESSES["eth0"])
@@ -118,25 +125,33 @@ def test_facts_of_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     health = Health(uncorrected_errors=0)
     monkeypatch.setattr(facts, "health_of_gpu", {"1234": health}.get)
-    launched = LaunchedRank(3, 4, 3, "127.0.0.1", 29500)
-    on_gpu = facts.facts_of_rank(launched, 50000, backend=None)
-    assert (on_gpu.device, on_gpu.gpu_model, on_gpu.gpu_id) == ("cuda:1", "H100 80GB HBM3", "1234")
-    assert (on_gpu.nccl, on_gpu.device_memory) == ("2.28.3", 84e9)
+    launched = LaunchedRank(rank=3, world_size=4, local_rank=3, host="127.0.0.1", port=29500)
+
+    on_gpu = facts.facts_of_rank(launched, port=50000, backend=None)
+    assert on_gpu.device == "cuda:1"  # There are two GPUs, so local rank 3 shares one with local rank 1.
+    assert on_gpu.gpu_model == "H100 80GB HBM3"
+    assert on_gpu.gpu_id == "1234"
+    assert on_gpu.nccl == "2.28.3"
+    assert on_gpu.device_memory == 84e9
     assert on_gpu.unsupported_gpu == "sm_90, only for sm_80"
     assert on_gpu.health == health
 
-    on_cpu = facts.facts_of_rank(launched, 50000, backend="gloo")
-    assert (on_cpu.device, on_cpu.gpu_id) == ("cpu", "")
+    on_cpu = facts.facts_of_rank(launched, port=50000, backend="gloo")
+    assert on_cpu.device == "cpu"
+    assert on_cpu.gpu_id == ""
 
-    def fail(device):
+    def broken_driver(device):
         raise RuntimeError("CUDA error: odd")
 
-    monkeypatch.setattr(torch.cuda, "get_device_properties", fail)
-    broken = facts.facts_of_rank(launched, 50000, backend=None)
-    assert (broken.device, broken.gpu_id, broken.gpu_error) == ("cuda:1", "", "CUDA error: odd")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", broken_driver)
+    on_broken_gpu = facts.facts_of_rank(launched, port=50000, backend=None)
+    assert on_broken_gpu.device == "cuda:1"
+    assert on_broken_gpu.gpu_id == ""
+    assert on_broken_gpu.gpu_error == "CUDA error: odd"
 
 
-SMI = """#!/bin/sh
+# A pretended nvidia-smi of an older driver: it knows one GPU, and not the newer name of the reasons for low clocks.
+NVIDIA_SMI = """#!/bin/sh
 case "$*" in *--id=GPU-1234*) ;; *) echo "no GPU of this name"; exit 6 ;; esac
 case "$*" in *clocks_event_reasons*) echo "not a valid field to query." ; exit 2 ;; esac
 echo "00000000:9D:00.0, 3, Active, Not Active, Not Active, Active"
@@ -150,42 +165,61 @@ KERNEL_LOG = """\
 """
 
 
-def commands(folder, monkeypatch, **texts):
-    """Put commands with these texts into a folder, and let programs be found there only, beside the shell."""
-    for name, text in texts.items():
-        path = folder / name.replace("_", "-")
-        path.write_text(text)
-        path.chmod(0o755)
+@pytest.fixture
+def pretend_command(tmp_path, monkeypatch):
+    """A function that makes a shell script the command of this name. No other commands are found."""
+    folder = tmp_path / "commands"
+    folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
 
+    def pretend(name, script):
+        path = folder / name
+        path.write_text(script)
+        path.chmod(0o755)
 
-def test_what_the_driver_says_of_one_gpu(tmp_path, monkeypatch):
-    """With an older driver, which does not know the new name of the reasons for low clocks."""
-    (tmp_path / "log").write_text(KERNEL_LOG)
-    dmesg = f'#!/bin/sh\nwhile read -r line; do echo "$line"; done < {tmp_path}/log\n'
-    commands(tmp_path, monkeypatch, nvidia_smi=SMI, dmesg=dmesg)
+    return pretend
+
+
+def test_what_the_driver_says_of_one_gpu(pretend_command, tmp_path):
+    log = tmp_path / "log"
+    log.write_text(KERNEL_LOG)
+    pretend_command("nvidia-smi", NVIDIA_SMI)
+    pretend_command("dmesg", f'#!/bin/sh\nwhile read -r line; do echo "$line"; done < {log}\n')
+
+    health = driver.health_of_gpu("1234")
     slowdowns = ("hw_slowdown", "sw_thermal_slowdown")
-    assert driver.health_of_gpu("1234") == Health(3, slowdowns, xids=(48,))
-    assert driver.health_of_gpu("99").not_read == ("nvidia-smi: no GPU of this name",)
+    assert health == Health(uncorrected_errors=3, slowdowns=slowdowns, xids=(48,))
+
+    health = driver.health_of_gpu("99")
+    assert health.not_read == ("nvidia-smi: no GPU of this name",)
+
+
+def test_a_recovery_action_is_a_bad_xid():
     action = "GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)"
     log = f"{KERNEL_LOG}[  100.6] NVRM: Xid (PCI:0000:9d:00): 154, {action}\n"
-    assert driver.broken_xids(log, "00000000:9D:00.0") == (48, 154)
+    assert driver.broken_xids(log, bus_id="00000000:9D:00.0") == (48, 154)
 
 
-def test_what_the_driver_does_not_say(tmp_path, monkeypatch):
-    commands(tmp_path, monkeypatch)
-    assert driver.health_of_gpu("1234") == Health(not_read=("nvidia-smi: there is no such command",))
-    smi = SMI.replace("9D:00.0, 3, Active", "9D:00.0, [N/A], Not Active")
-    forbidden = "#!/bin/sh\necho 'dmesg: read kernel buffer failed: Operation not permitted' >&2\nexit 1\n"
-    commands(tmp_path, monkeypatch, nvidia_smi=smi, dmesg=forbidden)
+def test_what_the_driver_does_not_say(pretend_command):
+    """On a machine without nvidia-smi; on one whose dmesg is forbidden and whose GPU has no ECC; on an unknown one."""
     health = driver.health_of_gpu("1234")
-    assert (health.uncorrected_errors, health.slowdowns) == (None, ("sw_thermal_slowdown",))
+    assert health == Health(not_read=("nvidia-smi: there is no such command",))
+
+    without_ecc = NVIDIA_SMI.replace("9D:00.0, 3, Active", "9D:00.0, [N/A], Not Active")
+    forbidden = "#!/bin/sh\necho 'dmesg: read kernel buffer failed: Operation not permitted' >&2\nexit 1\n"
+    pretend_command("nvidia-smi", without_ecc)
+    pretend_command("dmesg", forbidden)
+    health = driver.health_of_gpu("1234")
+    assert health.uncorrected_errors is None
+    assert health.slowdowns == ("sw_thermal_slowdown",)
     assert health.not_read == ("Xids in dmesg: dmesg: read kernel buffer failed: Operation not permitted",)
-    lines = report(findings(2, gpus=True, rank0={"health": health})).text
-    assert "driver    uncorrected memory errors: 0, counted by 1 of 2 GPUs" in lines
-    assert "not read: Xids in dmesg: dmesg: read kernel buffer failed: Operation not permitted" in lines
-    commands(tmp_path, monkeypatch, nvidia_smi="#!/bin/sh\necho another form\n")
-    assert driver.health_of_gpu("1234").not_read == ("nvidia-smi: an answer of another form: another form",)
+    text = report(findings(2, gpus=True, rank0={"health": health})).text
+    assert "driver    uncorrected memory errors: 0, counted by 1 of 2 GPUs" in text
+    assert "not read: Xids in dmesg: dmesg: read kernel buffer failed: Operation not permitted" in text
+
+    pretend_command("nvidia-smi", "#!/bin/sh\necho another form\n")
+    health = driver.health_of_gpu("1234")
+    assert health.not_read == ("nvidia-smi: an answer of another form: another form",)
 
 
 def test_the_doctor_and_chapter_13b_agree_which_xids_are_bad():
@@ -201,34 +235,42 @@ SLOW_LINK = Trial(right=True, seconds=1e-4, speed=1e8)
 WRONG_LINK = Trial(right=False, seconds=1e-4, speed=1e9)
 
 
+def healthy_facts(rank, ranks_per_host, gpus):
+    """The facts of a healthy rank, with a GPU of its own or on the CPU."""
+    host, local_rank = divmod(rank, ranks_per_host)
+    on_cpu = Facts(
+        host=f"node{host}",
+        port=50000 + rank,
+        local_rank=local_rank,
+        device="cpu",
+        interface="eth0",
+        address=f"10.0.0.{host}",
+        python="3.12.1",
+        torch="2.13.0",
+        shared_memory=int(64e9),
+        device_memory=int(84e9),
+    )
+    if not gpus:
+        return on_cpu
+    return replace(
+        on_cpu,
+        device=f"cuda:{local_rank}",
+        gpu_model="H100 80GB HBM3",
+        gpu_id=f"GPU {rank}",
+        nccl="2.28.3",
+        health=Health(uncorrected_errors=0),
+    )
+
+
 def findings(count=4, hosts=1, gpus=False, **changes):
-    """The findings of healthy ranks, with ``changes``: of its fields, or of one rank's facts, as in rank2={...}."""
-    ranks_per_host = count // hosts
+    """The findings on ``count`` healthy ranks, with some changes.
+
+    A change is that of a field, such as lost={2: "roll call"}, or of some facts of a rank, as in rank2={"host": "a"}.
+    """
     facts_by_rank = {}
     for rank in range(count):
-        host, local_rank = divmod(rank, ranks_per_host)
-        facts_by_rank[rank] = Facts(
-            host=f"node{host}",
-            port=50000 + rank,
-            local_rank=local_rank,
-            device="cpu",
-            interface="eth0",
-            address=f"10.0.0.{host}",
-            python="3.12.1",
-            torch="2.13.0",
-            shared_memory=int(64e9),
-            device_memory=int(84e9),
-        )
-        if gpus:
-            facts_by_rank[rank] = replace(
-                facts_by_rank[rank],
-                device=f"cuda:{local_rank}",
-                gpu_model="H100 80GB HBM3",
-                gpu_id=f"GPU {rank}",
-                nccl="2.28.3",
-                health=Health(uncorrected_errors=0),
-            )
-        facts_by_rank[rank] = replace(facts_by_rank[rank], **changes.pop(f"rank{rank}", {}))
+        changed_facts = changes.pop(f"rank{rank}", {})
+        facts_by_rank[rank] = replace(healthy_facts(rank, count // hosts, gpus), **changed_facts)
     trial = Trial(right=True, seconds=1e-4, speed=2e9)
     healthy = Findings(
         world_size=count,
@@ -248,43 +290,52 @@ def findings(count=4, hosts=1, gpus=False, **changes):
 
 
 def links(count=4, **changes):
-    """Fast links between all ranks, apart from those of ``changes``, as in ranks_1_3=SLOW_LINK."""
-    by_pair = dict.fromkeys(combinations(range(count), 2), FAST_LINK)
+    """The links between all pairs of ranks: fast ones, apart from those of ``changes``, as in ranks_1_3=SLOW_LINK."""
+    link_of_pair = dict.fromkeys(combinations(range(count), 2), FAST_LINK)
     for name, link in changes.items():
         _, first, second = name.split("_")
-        by_pair[int(first), int(second)] = link
-    return by_pair
+        link_of_pair[int(first), int(second)] = link
+    return link_of_pair
 
 
 def test_busbw_is_that_of_nccl_tests():
-    rows = re.findall(r"(?m)^(\w+) +yes .* ([\d.]+)$", report(findings(4)).text)
-    by_name = {name: float(bandwidth) for name, bandwidth in rows}
-    # The algorithm bandwidth is 2 GB/s. Of an all-reduce it counts 2 (n-1)/n times, of most others (n-1)/n times.
-    assert by_name.pop("all_reduce") == 3
-    assert by_name.pop("broadcast") == by_name.pop("reduce") == 2
-    assert set(by_name.values()) == {1.5}
+    """Among n ranks the bus bandwidth is the algorithm bandwidth, here 2 GB/s, times a factor.
+
+    The factor is 2 (n - 1) / n for an all-reduce, 1 for a broadcast and a reduce, and (n - 1) / n for all others.
+    """
+    text = report(findings(4)).text
+    rows = re.findall(r"(?m)^(\w+) +yes .* ([\d.]+)$", text)  # "all_reduce  yes  100  3"
+    bandwidths = {name: float(bandwidth) for name, bandwidth in rows}
+    assert bandwidths.pop("all_reduce") == 3
+    assert bandwidths.pop("broadcast") == 2
+    assert bandwidths.pop("reduce") == 2
+    assert set(bandwidths.values()) == {1.5}
 
 
 @pytest.mark.parametrize(("count", "hosts", "gpus"), [(1, 1, False), (8, 1, True), (256, 32, True)])
 def test_reports_of_healthy_ranks_fit_a_screen(count, hosts, gpus):
     result = report(findings(count, hosts, gpus))
-    lines = result.text.splitlines()
     assert result.problems == 0
-    assert max(map(len, lines)) <= 80
-    assert len(lines) < 40 + hosts
     assert "note " not in result.text
-    ranks_of_last_host = range(count - count // hosts, count)
-    assert re.search(rf"(?m)^{span(ranks_of_last_host)} .* node{hosts - 1} ", result.text)
+
+    lines = result.text.splitlines()
+    assert max(len(line) for line in lines) <= WIDTH
+    assert len(lines) < 40 + hosts
+
+    ranks_per_host = count // hosts
+    ranks_of_last_host = span(range(count - ranks_per_host, count))  # such as "248-255"
+    row_of_last_host = rf"(?m)^{ranks_of_last_host} .* node{hosts - 1} "
+    assert re.search(row_of_last_host, result.text)
 
 
 LITTLE_MEMORY = {"rank0": {"shared_memory": 64e6}, "rank1": {"shared_memory": 64e6}}
 SLOW_RANK = {"compute_speeds": {0: 3e12, 1: 3e12, 2: 1e12, 3: 3e12}}
 TIMED_OUT = {2: "timed out", 3: "timed out"}
-# Links between hosts are slower than those within, as they should be.
-SLOW_BETWEEN_HOSTS = {f"ranks_{a}_{b}": SLOW_LINK for a in (0, 1) for b in (2, 3)}
+# Ranks 0 and 1 are on one host, ranks 2 and 3 on another. Links between hosts are slower, as they should be.
+SLOW_BETWEEN_HOSTS = dict.fromkeys(["ranks_0_2", "ranks_0_3", "ranks_1_2", "ranks_1_3"], SLOW_LINK)
 
 
-PROBLEMS = [  # what is changed in the findings of healthy ranks, and what the report then says
+PROBLEMS = [  # what is changed in the findings of healthy ranks, and what the report says then
     ({"lost": {2: "roll call", 3: "roll call"}}, "Ranks 2-3 of 4 did not come within 60 s."),
     ({"lost": {2: "all_reduce"}}, "Rank 2 on node1 stopped answering in the step: all_reduce."),
     ({"rank3": {"python": "3.11.9"}}, "The ranks differ in python: 3.12.1 on ranks 0-2; 3.11.9 on rank 3."),
@@ -330,9 +381,10 @@ NOTES = [
 
 @pytest.mark.parametrize(("changes", "message"), PROBLEMS)
 def test_what_breaks_a_job_is_one_problem(changes, message):
-    changed = findings(4, 2, **changes)
+    changed = findings(count=4, hosts=2, **changes)
     assert len(problems(changed)) == 1
     assert notes(changed) == []
+
     text = report(changed).text
     assert message in unwrapped(text)
     assert text.endswith("\n1 problem found")
@@ -341,9 +393,10 @@ def test_what_breaks_a_job_is_one_problem(changes, message):
 
 @pytest.mark.parametrize(("changes", "message"), NOTES)
 def test_what_only_slows_a_job_is_one_note(changes, message):
-    changed = findings(4, 2, **changes)
+    changed = findings(count=4, hosts=2, **changes)
     assert problems(changed) == []
     assert len(notes(changed)) == 1
+
     text = report(changed).text
     assert f"note {message}" in unwrapped(text)
     assert text.endswith("\nNothing is wrong here.")
@@ -352,17 +405,17 @@ def test_what_only_slows_a_job_is_one_note(changes, message):
 
 def assert_one_advice_and_no_wide_line(text):
     assert text.count("\n  try: ") == 1
-    assert max(len(line) for line in text.splitlines()) <= 80
+    assert max(len(line) for line in text.splitlines()) <= WIDTH
 
 
 @pytest.mark.parametrize("count", [1, 5, 8])
 def test_every_pair_of_ranks_meets_once_and_no_rank_twice_in_a_round(count):
-    rounds = list(trials.rounds_of_pairs(count))
-    pairs = [pair for round in rounds for pair in round]
-    assert sorted(pairs) == list(combinations(range(count), 2))
-    for round in rounds:
-        ranks = [rank for pair in round for rank in pair]
-        assert len(set(ranks)) == len(ranks)
+    all_pairs = []
+    for pairs_of_round in trials.rounds_of_pairs(count):
+        all_pairs += pairs_of_round
+        ranks_of_round = list(chain.from_iterable(pairs_of_round))
+        assert len(set(ranks_of_round)) == len(ranks_of_round)
+    assert sorted(all_pairs) == list(combinations(range(count), 2))
 
 
 @pytest.mark.parametrize(
@@ -373,9 +426,9 @@ def test_every_pair_of_ranks_meets_once_and_no_rank_twice_in_a_round(count):
     ],
 )
 def test_errors_lose_the_paths_of_torchs_sources(text, message):
-    plain = membership.plain(RuntimeError(text))
-    assert "/" not in plain
-    assert plain.startswith(message)
+    shown = membership.plain(RuntimeError(text))
+    assert "/" not in shown
+    assert shown.startswith(message)
 
 
 # --- a plan -----------------------------------------------------------------------------------------------------------
@@ -385,19 +438,26 @@ PLAN = tables(plan("gpt2", {"preset": "h100", "nodes": 2, "gpus_per_node": 2}, {
 SPEEDS = Speeds(matmul=700e12, in_node=350e9, between=40e9)
 
 
-def compared(folder, gpus=True, layout=None, **speeds_of_rank_2):
-    """The report of four ranks on two hosts beside PLAN, in whose layout something may be changed."""
+def report_beside_plan(folder, gpus=True, layout=None, **speeds_of_rank_2):
+    """The report of four ranks on two hosts, compared with PLAN.
+
+    layout: fields of the plan's layout that are changed. speeds_of_rank_2: in what rank 2 is unlike the others.
+    """
+    changed_layout = {**PLAN["layout"], **(layout or {})}
     path = folder / "plan.json"
-    path.write_text(json.dumps({**PLAN, "layout": {**PLAN["layout"], **(layout or {})}}))
+    path.write_text(json.dumps({**PLAN, "layout": changed_layout}))
+
     speeds = dict.fromkeys(range(4), SPEEDS)
     speeds[2] = replace(SPEEDS, **speeds_of_rank_2)
-    return report(findings(4, 2, gpus, plan_speeds=speeds), read_plan(path))
+    found = findings(count=4, hosts=2, gpus=gpus, plan_speeds=speeds)
+    return report(found, read_plan(path))
 
 
 def test_a_cluster_that_has_what_a_plan_counts_on(tmp_path):
-    result = compared(tmp_path)
+    result = report_beside_plan(tmp_path)
     assert result.text.endswith("Nothing is wrong here.")
-    assert result.text.partition("\nthe plan of gpt2 on 4 x h100\n")[2].splitlines()[:6] == [
+    _, _, comparisons = result.text.partition("\nthe plan of gpt2 on 4 x h100\n")
+    assert comparisons.splitlines()[:6] == [
         "ranks     has 4 here, the plan counts on 4",
         "nodes     has 2 here, the plan counts on 2",
         "memory    has 84 GB on rank 0, the plan counts on 80",
@@ -416,7 +476,7 @@ def test_a_cluster_that_has_what_a_plan_counts_on(tmp_path):
     ],
 )
 def test_what_a_plan_counts_on_and_is_not_there(changes, message, tmp_path):
-    result = compared(tmp_path, **changes)
+    result = report_beside_plan(tmp_path, **changes)
     assert result.problems == 1
     assert message in unwrapped(result.text)
 
@@ -429,10 +489,13 @@ def test_what_a_plan_counts_on_and_is_not_there(changes, message, tmp_path):
     ],
 )
 def test_a_file_that_is_not_a_plan(text, message, tmp_path, helpers):
+    """A text of None is for a file that does not exist. In the message {} stands for the file."""
     path = tmp_path / "plan.json"
     if text is not None:
         path.write_text(text)
+
     status, _, error = helpers("doctor", "--plan", path)
+
     assert status == 1
     assert error.startswith(f"error: {message.format(path)}")
     assert "\nWrite one: python -m helpers plan MODEL CLUSTER" in error

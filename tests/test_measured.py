@@ -1,4 +1,4 @@
-"""The boxes of measurements: what a record shows on a page and whose it is, what stays without one, what is refused."""
+"""The boxes of measurements on pages: what they show of a record, what they show without one, and what is refused."""
 
 import json
 import re
@@ -39,6 +39,7 @@ SCRIPT = Step([], "", "torchrun index.py", {"loss": 0.5}, script_seconds=[4.25, 
 
 
 def box_of(measurement, text=BY_OTHERS):
+    """A box of a page in Markdown, whose text is shown until there is a record of the measurement."""
     return f":::{{admonition}} On GPUs\n:class: note measured-{measurement}\n{text}\n:::\n"
 
 
@@ -51,19 +52,24 @@ class Project:
         self.measured.mkdir(parents=True)
 
     def record(self, name="a", steps=None, changed_facts=None, **probes):
-        """Write a record as ``make gpu`` does; ``changed_facts`` replace some of FACTS."""
-        record = Record(FACTS | (changed_facts or {}), PREDICTIONS, probes, steps or {})
+        """Write a record as ``make gpu`` does. ``changed_facts`` replace some of FACTS."""
+        facts = {**FACTS, **(changed_facts or {})}
+        record = Record(facts, PREDICTIONS, probes, steps or {})
         (self.measured / f"{name}.json").write_text(json.dumps(asdict(record)))
 
     def build(self, *measurements):
-        """The text of the page's box for each measurement, and what Sphinx warned of."""
-        (self.root / "index.md").write_text("# A page\n\n" + "\n".join(map(box_of, measurements)))
+        """Build a page with a box for each measurement. Returns the texts of the boxes, and Sphinx's warnings."""
+        boxes = [box_of(measurement) for measurement in measurements]
+        (self.root / "index.md").write_text("# A page\n\n" + "\n".join(boxes))
         page, warnings = self.html()
-        boxes = page.select(".admonition:not(.error)")
-        return [" ".join(box.get_text(" ").split()) for box in boxes], warnings
+        texts = []
+        for box in page.select(".admonition:not(.error)"):
+            words = box.get_text(" ").split()
+            texts.append(" ".join(words))
+        return texts, warnings
 
     def html(self):
-        """The page as Sphinx builds it, and what it warned of."""
+        """Build the page. Returns it, parsed, and Sphinx's warnings."""
         settings = {
             "extensions": ["myst_parser", "sphinx_design", "book_measured"],
             "myst_enable_extensions": ["colon_fence", "dollarmath"],
@@ -71,7 +77,7 @@ class Project:
         }
         warnings = StringIO()
         out = self.root / "out"
-        with docutils_namespace():  # what one build registers is gone before the next
+        with docutils_namespace():  # It forgets what a build registers before the next build.
             app = Sphinx(self.root, None, out, out / "doctrees", "html", settings, None, warnings, freshenv=True)
             app.build()
         return BeautifulSoup((out / "index.html").read_text(), "html.parser"), warnings.getvalue()
@@ -105,29 +111,33 @@ def test_a_table_by_others_stays_a_table(project):
     assert [cell.text for cell in page.select(".admonition td")] == ["A100", "2.5"]
 
 
-def shown_of(project, measurement):
-    return [finding.record.facts["date"] for finding in
-            book_measured.findings(book_measured.read_records(project.measured), measurement)]  # fmt: skip
+def dates_shown(project, measurement):
+    """The dates of the records that a page shows for a measurement."""
+    records = book_measured.read_records(project.measured)
+    findings = book_measured.findings(records, measurement)
+    return [finding.record.facts["date"] for finding in findings]
 
 
 def test_the_newest_record_of_each_kind_of_gpus_is_shown(project):
-    # The name of the newest file comes first, so that the date has to decide.
+    # The older record has the later file name, so only the date can tell which one is newer.
     project.record("a", changed_facts={"date": "2026-12-01"}, bus_bandwidth=BANDWIDTH)
     project.record("b", bus_bandwidth=BANDWIDTH)
-    assert shown_of(project, "bus_bandwidth") == ["2026-12-01"]
+    assert dates_shown(project, "bus_bandwidth") == ["2026-12-01"]
+
     project.record("c", changed_facts={"machine": H200}, bus_bandwidth=BANDWIDTH)
-    assert shown_of(project, "bus_bandwidth") == ["2026-12-01", "2026-11-28"]
+    assert dates_shown(project, "bus_bandwidth") == ["2026-12-01", "2026-11-28"]
 
 
 def test_a_newer_record_in_which_the_probe_failed_hides_nothing(project):
+    failed = Probe("Bus bandwidth", trouble="failed")
     project.record("a", bus_bandwidth=BANDWIDTH)
-    project.record("b", changed_facts={"date": "2026-12-01"}, bus_bandwidth=Probe("Bus bandwidth", trouble="failed"))
-    assert shown_of(project, "bus_bandwidth") == ["2026-11-28"]
+    project.record("b", changed_facts={"date": "2026-12-01"}, bus_bandwidth=failed)
+    assert dates_shown(project, "bus_bandwidth") == ["2026-11-28"]
 
 
 def test_a_script_on_one_rank_is_not_shown(project):
     project.record(changed_facts={"ranks of the scripts": "1"}, steps={"index": SCRIPT})
-    assert shown_of(project, "index") == []
+    assert dates_shown(project, "index") == []
 
 
 def test_the_copy_in_markdown_shows_what_the_page_shows(project):
@@ -135,10 +145,13 @@ def test_the_copy_in_markdown_shows_what_the_page_shows(project):
     page = project.root / "notebooks" / "08_pipeline.ipynb"
     text = f"# A page\n\n{box_of('bus_bandwidth')}\nAfter the box."
     nbformat.write(new_notebook(cells=[new_markdown_cell(text)]), page)
-    assert f"> Not yet measured by this book.\n>\n> {BY_OTHERS}\n\nAfter the box." in markdown(page)
+    without_record = markdown(page)
+    assert f"> Not yet measured by this book.\n>\n> {BY_OTHERS}\n\nAfter the box." in without_record
+
     project.record(bus_bandwidth=BANDWIDTH)
-    assert "> | 1 MiB | 74.57 | GB/s |" in markdown(page)
-    assert BY_OTHERS not in markdown(page)
+    with_record = markdown(page)
+    assert "> | 1 MiB | 74.57 | GB/s |" in with_record
+    assert BY_OTHERS not in with_record
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -148,8 +161,8 @@ def test_the_copy_in_markdown_shows_what_the_page_shows(project):
     ("content", "message"),
     [
         ("<<<<<<< HEAD", "is not a record of a verification"),
-        (json.dumps(asdict(Record(FACTS | {"commit": ""}))), "does not say its commit"),
-        (json.dumps(asdict(Record(FACTS | {"rehearsed": "yes"}))), "was rehearsed on pretended GPUs"),
+        (json.dumps(asdict(Record({**FACTS, "commit": ""}))), "does not say its commit"),
+        (json.dumps(asdict(Record({**FACTS, "rehearsed": "yes"}))), "was rehearsed on pretended GPUs"),
     ],
 )
 def test_a_file_that_no_page_may_show_fails_the_build_and_is_named(project, content, message):
@@ -161,12 +174,12 @@ def test_a_file_that_no_page_may_show_fails_the_build_and_is_named(project, cont
 def test_a_class_that_names_no_measurement_is_an_error_of_the_build(project):
     _, warnings = project.build("bandwith")
     assert "There is no measurement for the class measured-bandwith." in warnings
-    assert "measured-bus-bandwidth" in warnings  # among those that it lists
+    assert "measured-bus-bandwidth" in warnings  # one of the classes that it lists instead
 
 
 # --- this book --------------------------------------------------------------------------------------------------------
 
-BOXES = {  # chapter: the measurements that its boxes show
+BOXES = {  # {chapter: the measurements that its boxes show}
     "02": {"bus_bandwidth"},
     "03b": {"copies"},
     "05": {"precision", "float8"},
@@ -181,15 +194,20 @@ BOXES = {  # chapter: the measurements that its boxes show
 }
 
 
+SOURCE = re.compile(r"\{cite\}`|\]\(https://")  # "{cite}`key`" or "[text](https://…)"
+
+
 @pytest.mark.parametrize("number", BOXES)
 def test_a_chapter_that_speaks_of_gpus_has_its_boxes_and_names_the_sources_of_others(number):
+    """It has the boxes of BOXES, and the text that a box shows without a record says who measured its figures."""
     [path] = (ROOT / "notebooks").glob(f"{number}_*.ipynb")
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    prose = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
-    measurements = set()
+    notebook = nbformat.read(path, as_version=4)
+    prose = "\n\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    shown = set()
     for box in book_measured.BOX.finditer(prose):
-        measured = re.findall(r"measured-(\S+)", box["classes"])
-        measurements.update(measured)
-        if measured and measured != ["messages"]:
-            assert re.search(r"\{cite\}`|\]\(https://", box["content"]), f"whose are the figures of {box['content']!r}?"
-    assert measurements == BOXES[number]
+        measurements = re.findall(r"measured-(\S+)", box["classes"])
+        shown.update(measurements)
+        has_figures = bool(measurements) and measurements != ["messages"]
+        if has_figures:
+            assert SOURCE.search(box["content"]), f"whose are the figures of {box['content']!r}?"
+    assert shown == BOXES[number]

@@ -1,9 +1,10 @@
-"""``python -m helpers nccl-log``: the functions of the page on NCCL's log, read from its notebook."""
+"""``python -m helpers nccl-log``, which takes its functions from the notebook of the page on NCCL's log."""
 
 import pytest
 
 from helpers.doctor.nccl_log import PAGE, READERS, functions_of
 
+# Logs of three ranks: by what paths they are connected, rank 1 waiting for an all-reduce, and rank 2 that is behind.
 PATHS = """
 n1:42:61 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM
 n1:43:62 [1] NCCL INFO Channel 00/0 : 1[1] -> 2[0] [send] via NET/IB/0
@@ -23,7 +24,7 @@ completed NCCL work: 457.
 
 @pytest.fixture
 def logs(tmp_path):
-    """A function that writes texts into files, and returns their paths."""
+    """A function that writes each text into a file, as the log of a rank, and returns the paths."""
 
     def write(*texts):
         paths = []
@@ -46,9 +47,14 @@ def test_the_logs_of_all_ranks_name_the_rank_that_is_behind(helpers, logs):
 
 def test_what_a_log_does_not_have_is_said(helpers, logs):
     status, out, _ = helpers("nccl-log", *logs(PATHS))
-    assert status == 0 and "who waits: these logs have no such lines" in out
+    assert status == 0
+    assert "who waits: these logs have no such lines" in out
+
+
+def test_logs_that_say_nothing_of_the_group_are_refused(helpers, logs):
     status, out, _ = helpers("nccl-log", "--group", "7", *logs(WAITING + LATE))
-    assert (status, out.count("these logs have no such lines")) == (1, 3)
+    assert status == 1
+    assert out.count("these logs have no such lines") == 3
 
 
 def test_a_log_of_another_program_is_refused(helpers, logs):
@@ -59,6 +65,7 @@ def test_a_log_of_another_program_is_refused(helpers, logs):
 
 def test_only_what_the_functions_use_is_executed(capsys):
     functions = functions_of(PAGE, READERS)
-    assert capsys.readouterr().out == ""  # the page's cells print
     assert set(functions) == set(READERS)
-    assert "LOG" not in functions["transports"].__globals__  # the page's example
+    printed = capsys.readouterr().out  # Other cells of the page would print.
+    assert printed == ""
+    assert "LOG" not in functions["transports"].__globals__  # the example log of the page

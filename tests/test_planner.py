@@ -1,7 +1,8 @@
-"""The planner: published rows, refusals, memory by stage, failures and plans. Nothing here starts a rank."""
+"""The planner: published numbers, refusals, memory of stages, failures and plans. Nothing here starts a rank."""
 
 import ast
 import math
+from functools import partial
 from pathlib import Path
 
 import nbformat
@@ -22,13 +23,16 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.parametrize("path", [published.ROWS, steps.ROWS], ids=lambda path: path.name)
 def test_each_published_row_names_its_source(path):
+    """A source begins with a key of references.bib, or with an issue on GitHub, such as NVIDIA/nccl#1473."""
     references = (ROOT / "book" / "references.bib").read_text()
     for row in published.rows_of(path):
-        source = row["source"].split()[0]
-        assert "#" in source or f"{{{source}," in references, row["what"]
+        first_word = row["source"].split()[0]
+        is_issue = "#" in first_word
+        is_reference = f"{{{first_word}," in references
+        assert is_issue or is_reference, row["what"]
 
 
-KNOWN = {  # read off the models' published weights
+PARAMETERS = {  # {model: how many parameters its published weights have}
     "llama2-7b": 6_738_415_616, "llama2-70b": 68_976_648_192, "llama3-70b": 70_553_706_496,
     "llama3-405b": 405_853_388_800, "mixtral-8x7b": 46_702_792_704, "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-8b": 8_190_735_360, "gpt2-xl": 1_557_611_200,
@@ -39,41 +43,53 @@ KNOWN = {  # read off the models' published weights
 
 
 def test_parameters_of_published_weights():
-    assert {name: model_of(name).parameters() for name in KNOWN} == KNOWN
+    for name, parameters in PARAMETERS.items():
+        assert model_of(name).parameters() == parameters, name
 
 
 def test_parameters_that_one_token_uses():
     """GPT-OSS's card counts them without the embedding (arXiv:2508.10925, table 1), DeepSeek's with it."""
-    active = {name: model_of(name).parameters(active=True) for name in ("gpt-oss-20b", "deepseek-v3")}
-    embedding = 201088 * 2880
-    assert round((active["gpt-oss-20b"] - embedding) / 1e9, 2) == 3.61
-    assert active["deepseek-v3"] / 1e9 == pytest.approx(37, rel=0.02)
+    gpt_oss = model_of("gpt-oss-20b")
+    embedding = gpt_oss.vocab * gpt_oss.width
+    assert round((gpt_oss.parameters(active=True) - embedding) / 1e9, 2) == 3.61
+
+    deepseek = model_of("deepseek-v3")
+    assert deepseek.parameters(active=True) / 1e9 == pytest.approx(37, rel=0.02)
 
 
 def test_flops_are_those_of_megatrons_formulas():
+    """For one token: 72Lh²(1 + s/6h + V/12hL), and others with recomputation (Narayanan 2021, Korthikanti 2022)."""
     model = model_of("gpt-175b")
-    blocks = model.layers * model.width**2
-    attention = model.seq / model.width  # beside the linear layers of a block
-    logits = model.vocab / (model.layers * model.width)  # beside all blocks
+    layers_and_widths = model.layers * model.width**2  # Lh²
+    attention = model.seq / model.width  # s/h
+    logits = model.vocab / (model.layers * model.width)  # V/hL
 
-    nothing_again = 72 * blocks * (1 + attention / 6 + logits / 12)
-    assert model.flops_per_token("gemm") == pytest.approx(nothing_again)
-    blocks_again = 96 * blocks * (1 + attention / 6 + logits / 16)
-    assert model.flops_per_token("gemm", "full") == pytest.approx(blocks_again)
-    attention_again = 72 * blocks * (1 + attention / 3 + logits / 12)
-    assert model.flops_per_token("gemm", "selective") == pytest.approx(attention_again)
+    without_recomputation = 72 * layers_and_widths * (1 + attention / 6 + logits / 12)
+    assert model.flops_per_token("gemm") == pytest.approx(without_recomputation)
+
+    recomputing_layers = 96 * layers_and_widths * (1 + attention / 6 + logits / 16)
+    assert model.flops_per_token("gemm", "full") == pytest.approx(recomputing_layers)
+
+    recomputing_attention = 72 * layers_and_widths * (1 + attention / 3 + logits / 12)
+    assert model.flops_per_token("gemm", "selective") == pytest.approx(recomputing_attention)
 
 
 def plan_of(model="gpt2", cluster="h100", layout=None, job=None):
-    return lambda: plan(model, cluster, layout or {"dp": 8}, job=job)
+    """A function that makes a plan of these."""
+    return partial(plan, model, cluster, layout or {"dp": 8}, job=job)
 
 
 def layout_of(model="gpt2", cluster=None, **fields):
-    return lambda: Layout(**fields).check(model_of(model), cluster)
+    """A function that makes a layout of these fields, and checks it for a model and a cluster."""
+
+    def make_and_check():
+        Layout(**fields).check(model_of(model), cluster)
+
+    return make_and_check
 
 
 EIGHT_A100S = cluster_of("a100", 8)
-REFUSED = [  # what is asked for, and a part of the refusal
+REFUSED = [  # a function that must be refused, and a part of the refusal
     # A layout and a model
     (layout_of(tp=5), "12 heads do not divide by tp = 5.\nGive one of 1, 2, 3, 4, 6, 12 as tp."),
     (layout_of({"preset": "llama3-8b", "heads": 24, "head_width": 128}, tp=3), "8 kv_heads neither divide by tp = 3"),
@@ -99,86 +115,137 @@ REFUSED = [  # what is asked for, and a part of the refusal
     (plan_of(model="gpt5"), "'gpt5' is not a model that the planner knows.\nGive one of gpt2, "),
     (plan_of(model={"layers": 2, "width": 64, "heads": 65, "vocab": 9}), "64 does not divide among 65 heads"),
     (plan_of(cluster={"preset": "h100", "nodes": 2, "link_between": 0}), "2 nodes, and link_between is not known"),
-    (lambda: cluster_of("h100", 12), "12 GPUs are not full nodes of 8"),
+    (partial(cluster_of, "h100", gpus=12), "12 GPUs are not full nodes of 8"),
 ]
 
 
 @pytest.mark.parametrize(("ask", "words"), REFUSED, ids=[words.partition("\n")[0] for _, words in REFUSED])
 def test_what_is_not_possible_is_refused_in_two_lines(ask, words):
+    """The second line says what to do next."""
     with pytest.raises(PlanError) as refusal:
         ask()
     message = str(refusal.value)
     assert words in message
-    assert message.splitlines()[1].startswith(("Give", "Its fields")) and len(message.splitlines()) == 2
+    lines = message.splitlines()
+    assert len(lines) == 2
+    assert lines[1].startswith(("Give", "Its fields"))
 
 
 def test_micro_batches_that_the_first_stage_holds():
-    assert memory.in_flight(Layout(pp=8, batch=64, interleave=3), 0) == pytest.approx(8 * (1 + 7 / 24))
-    assert memory.in_flight(Layout(pp=4, batch=32, schedule="gpipe"), 0) == 32
+    """With p stages and v parts on each they are p(1 + (p-1)/(pv)) (Korthikanti et al. 2022, section 4.2.3)."""
+    interleaved = Layout(pp=8, batch=64, interleave=3)
+    assert memory.in_flight(interleaved, stage=0) == pytest.approx(8 * (1 + 7 / 24))
+
+    gpipe = Layout(pp=4, batch=32, schedule="gpipe")
+    assert memory.in_flight(gpipe, stage=0) == 32
 
 
 def test_offloading_leaves_the_parameters():
-    kinds = memory.stage_memory(model_of("gpt2"), Layout(dp=8, zero=2, offload=True), Conventions(), 0)
-    assert kinds["optimizer"] == kinds["gradients"] == 0 < kinds["parameters"]
+    kinds = memory.stage_memory(model_of("gpt2"), Layout(dp=8, zero=2, offload=True), Conventions(), stage=0)
+    assert kinds["optimizer"] == 0
+    assert kinds["gradients"] == 0
+    assert kinds["parameters"] > 0
 
 
 def test_a_published_row_that_contradicts_itself_is_refused():
-    """The last row of table 4 of the Llama 3 paper, in its first version: the sizes make half of the GPUs."""
-    row = {"quantity": "share of peak", "published": "38", "unit": "%", "target": "formula"}
-    row["inputs"] = (
+    """The last row of table 4 of the Llama 3 paper, in its first version: tp x pp x cp x dp is half of the GPUs."""
+    inputs = (
         "gpus = 16384, tp = 8, cp = 16, pp = 16, dp = 4, seq = 131072, batch_per_dp = 16, "
         "tokens_per_batch = 16e6, tflops = 380e12, peak = 989e12"
     )
+    row = {"quantity": "share of peak", "inputs": inputs, "published": "38", "unit": "%", "target": "formula"}
     with pytest.raises(PlanError, match="the row contradicts itself"):
         published.reproduce(row)
 
 
 def test_moments_in_bfloat16_take_a_third_less_than_float32_states():
-    sizes = {}
-    for states in ("float32", "bfloat16-moments"):
-        kinds = memory.stage_memory(model_of("llama3-70b"), Layout(dp=64, zero=3), Conventions(states=states), 0)
-        sizes[states] = kinds["parameters"] + kinds["optimizer"]
-    assert sizes["bfloat16-moments"] / sizes["float32"] == pytest.approx(8 / 12)
+    def bytes_of_parameters_and_moments(states):
+        conventions = Conventions(states=states)
+        kinds = memory.stage_memory(model_of("llama3-70b"), Layout(dp=64, zero=3), conventions, stage=0)
+        return kinds["parameters"] + kinds["optimizer"]
+
+    float32 = bytes_of_parameters_and_moments("float32")
+    bfloat16_moments = bytes_of_parameters_and_moments("bfloat16-moments")
+    assert bfloat16_moments / float32 == pytest.approx(8 / 12)
+
+
+FAILURES_PER_NODE_DAY = 6.5e-3
 
 
 def test_the_checkpoint_interval_is_the_best_one():
-    save, nodes, rate = 60, 2048, 6.5e-3
-    best = failures.checkpoint_interval(save, nodes, rate)
-    goodput = failures.goodput(nodes, rate, 300, best, save)
-    for other in (best / 3, best * 3):
-        assert failures.goodput(nodes, rate, 300, other, save) < goodput
-    assert failures.goodput(100_000, rate, 7200, best, save) == 0  # Restarts take all of the time.
+    nodes = 2048
+    save_seconds = 60
+
+    def goodput(interval):
+        return failures.goodput(nodes, FAILURES_PER_NODE_DAY, 300, interval, save_seconds)
+
+    best = failures.checkpoint_interval(save_seconds, nodes, FAILURES_PER_NODE_DAY)
+    assert goodput(best / 3) < goodput(best)
+    assert goodput(best * 3) < goodput(best)
 
 
-def test_the_goodput_is_that_of_chapter_13():
-    """One question, one formula: the chapter's own, which it compares with a simulation."""
+def test_restarts_that_take_all_of_the_time_leave_no_goodput():
+    goodput = failures.goodput(
+        nodes=100_000,
+        failures_per_node_day=FAILURES_PER_NODE_DAY,
+        restart_seconds=7200,
+        interval_seconds=600,
+        save_seconds=60,
+    )
+    assert goodput == 0
+
+
+def function_of_chapter_13(name):
+    """A function of the chapter, taken out of its notebook."""
     notebook = nbformat.read(find_notebook("13"), as_version=4)
-    [cell] = [cell.source for cell in notebook.cells if "def slowdown(" in cell.source]
-    functions = {"math": math}
-    [definition] = [node for node in ast.parse(cell).body if getattr(node, "name", "") == "slowdown"]
-    exec(ast.unparse(definition), functions)
-    for nodes in (1, 2048, 12_288):
-        for restart in (0, 300):
-            between = 3600 * failures.mttf_hours(nodes, 6.5e-3)
-            seconds = functions["slowdown"](360, 60, between, restart)
-            assert failures.goodput(nodes, 6.5e-3, restart, 360, 60) == pytest.approx(1 / seconds, rel=1e-9)
+    [source] = [cell.source for cell in notebook.cells if f"def {name}(" in cell.source]
+    [definition] = [node for node in ast.parse(source).body if getattr(node, "name", "") == name]
+    namespace = {"math": math}
+    exec(ast.unparse(definition), namespace)
+    return namespace[name]
 
 
-SWITCHED = {  # a convention: another setting, and a number of the plan that this changes
-    "flops": ("6N", lambda plan: plan.utilization.mfu),
-    "peak": (200e12, lambda plan: plan.utilization.mfu),
-    "states": ("zero", lambda plan: plan.stages[0]["parameters"]),
-    "gather": ("each", lambda plan: sum(group.sent for group in plan.collectives)),
-    "causal": ("half", lambda plan: plan.step.seconds),
-    "sequence_inputs": ("again", lambda plan: plan.stages[0]["activations"]),
-    "logits": ("stored", lambda plan: plan.stages[-1]["output"]),
-    "loss": ("bfloat16", lambda plan: plan.stages[-1]["output"]),
-    "overlap": ("backward", lambda plan: plan.step.seconds),
-    "dispatch": ("node", lambda plan: plan.step.seconds),
-    "tensor": ("overlapped", lambda plan: plan.step.seconds),
-    "context": ("gathered", lambda plan: plan.step.seconds),
-    "kernels": ("eager", lambda plan: plan.step.seconds),
-    "allocator": ("tensors", lambda plan: plan.bytes),
+@pytest.mark.parametrize("restart_seconds", [0, 300])
+@pytest.mark.parametrize("nodes", [1, 2048, 12_288])
+def test_the_goodput_is_that_of_chapter_13(nodes, restart_seconds):
+    """The planner has the same formula as the chapter, which compares it with a simulation."""
+    interval = 360
+    save = 60
+    goodput = failures.goodput(nodes, FAILURES_PER_NODE_DAY, restart_seconds, interval, save)
+
+    slowdown = function_of_chapter_13("slowdown")
+    seconds_between_failures = 3600 * failures.mttf_hours(nodes, FAILURES_PER_NODE_DAY)
+    assert goodput == pytest.approx(1 / slowdown(interval, save, seconds_between_failures, restart_seconds), rel=1e-9)
+
+
+def numbers_of(plan):
+    """Those numbers of a plan that a convention may change."""
+    return {
+        "MFU": plan.utilization.mfu,
+        "seconds of a step": plan.step.seconds,
+        "bytes": plan.bytes,
+        "bytes of parameters": plan.stages[0]["parameters"],
+        "bytes of activations": plan.stages[0]["activations"],
+        "bytes of the output": plan.stages[-1]["output"],
+        "bytes sent": sum(collective.sent for collective in plan.collectives),
+    }
+
+
+SWITCHED = {  # {convention: another setting than the default, and the number of a plan that it changes}
+    "flops": ("6N", "MFU"),
+    "peak": (200e12, "MFU"),
+    "states": ("zero", "bytes of parameters"),
+    "gather": ("each", "bytes sent"),
+    "causal": ("half", "seconds of a step"),
+    "sequence_inputs": ("again", "bytes of activations"),
+    "logits": ("stored", "bytes of the output"),
+    "loss": ("bfloat16", "bytes of the output"),
+    "overlap": ("backward", "seconds of a step"),
+    "dispatch": ("node", "seconds of a step"),
+    "tensor": ("overlapped", "seconds of a step"),
+    "context": ("gathered", "seconds of a step"),
+    "kernels": ("eager", "seconds of a step"),
+    "allocator": ("tensors", "bytes"),
 }
 
 
@@ -186,27 +253,39 @@ SWITCHED = {  # a convention: another setting, and a number of the plan that thi
 @pytest.mark.parametrize("model", ["gpt2", "mixtral-8x7b"])
 def test_without_expert_parallelism_no_token_travels_to_an_expert(model, dispatch):
     result = plan(model, "h100", {"dp": 8, "zero": 3}, Conventions(dispatch=dispatch))
-    assert "ep" not in [group.dimension for group in result.collectives]
+    dimensions = [collective.dimension for collective in result.collectives]
+    assert "ep" not in dimensions
 
 
 @pytest.mark.parametrize("name", vars(Conventions()))
 def test_each_convention_changes_a_number(name):
     setting, number = SWITCHED[name]
-    model = "mixtral-8x7b" if name == "dispatch" else "llama2-7b"
-    settings = {"recompute": "selective", "attention": "scores", "sequence_parallel": True}
-    layout = Layout(dp=48, tp=8, pp=2, zero=3, batch=96, **settings)
+    model = "llama2-7b"
+    layout = Layout(
+        dp=48,
+        tp=8,
+        pp=2,
+        zero=3,
+        batch=96,
+        recompute="selective",
+        attention="scores",
+        sequence_parallel=True,
+    )
+    # Some conventions matter only for another layout or model.
     if name == "overlap":
         layout = layout.with_(zero=0)
     elif name == "context":
         layout = layout.with_(dp=24, cp=2)
     elif name == "dispatch":
         layout = layout.with_(ep=8)
+        model = "mixtral-8x7b"
+
     cluster = cluster_of("h100", layout.gpus)
-    before = plan(model, cluster, layout)
-    after = plan(model, cluster, layout, {name: setting})
-    assert number(before) != number(after)
+    by_default = plan(model, cluster, layout)
+    switched = plan(model, cluster, layout, {name: setting})
+    assert numbers_of(by_default)[number] != numbers_of(switched)[number]
 
 
 def test_a_job_that_does_not_fit_is_limited_by_memory():
-    tight = plan("llama3-70b", "h100", {"dp": 64, "zero": 3, "batch": 64})
-    assert tight.bottleneck == Bottleneck("memory", "activations")
+    too_large = plan("llama3-70b", "h100", {"dp": 64, "zero": 3, "batch": 64})
+    assert too_large.bottleneck == Bottleneck("memory", "activations")

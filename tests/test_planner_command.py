@@ -1,4 +1,4 @@
-"""``python -m helpers plan``: files, names and searches, and what it says of wrong ones."""
+"""``python -m helpers plan``: what it prints for files, names and searches, and for wrong ones."""
 
 import json
 
@@ -35,29 +35,49 @@ states = "zero"
 
 @pytest.fixture
 def job(tmp_path):
+    """The path of a file with JOB."""
     path = tmp_path / "job.toml"
     path.write_text(JOB)
     return path
 
 
+def without_line_breaks(text):
+    return " ".join(text.split())
+
+
 def test_a_file_becomes_a_plan(helpers, job):
     status, out, _ = helpers("plan", job)
-    text = " ".join(out.split())
     assert status == 0
-    for name in vars(Conventions()):
-        assert f"{name} " in text
+    text = without_line_breaks(out)
+    for convention in vars(Conventions()):
+        assert f"{convention} " in text
     for words in ("of stage 0", "of stage 7", "tp all_gather", "bubble", "MFU", "goodput", "cost", "what binds"):
         assert words in text
 
+
+def test_a_file_becomes_a_plan_in_json(helpers, job):
     status, out, _ = helpers("plan", job, "--json")
+    assert status == 0
     plan = json.loads(out)
-    assert status == 0 and plan["conventions"] == vars(Conventions(flops="gemm", states="zero"))
-    assert plan["step"]["low"] < 13.75 < plan["step"]["high"]  # Korthikanti et al. 2022, table 5
-    assert plan["step"]["bubble"] == 7 / (3 * 64)
-    assert len(plan["memory"]["stages"]) == 8 and plan["memory"]["fits"]
+    assert plan["conventions"] == vars(Conventions(flops="gemm", states="zero"))
+
+    memory = plan["memory"]
+    stages = 8
+    assert len(memory["stages"]) == stages
+    assert memory["fits"]
+
+    step = plan["step"]
+    measured_seconds = 13.75  # Korthikanti et al. 2022, table 5
+    assert step["low"] < measured_seconds < step["high"]
+    interleave = 3
+    micro_batches = 64
+    assert step["bubble"] == (stages - 1) / (interleave * micro_batches)
+
     run = plan["run"]
-    assert run["cost"] == pytest.approx(64 * 24 * run["days_with_failures"] * 2)
+    gpus = 64
+    price_per_gpu_hour = 2
     assert run["days_with_failures"] == pytest.approx(run["days"] / run["goodput"])
+    assert run["cost"] == pytest.approx(gpus * 24 * run["days_with_failures"] * price_per_gpu_hour)
 
 
 def test_a_layout_without_sizes_is_searched_for(helpers):
@@ -66,13 +86,13 @@ def test_a_layout_without_sizes_is_searched_for(helpers):
     search = json.loads(out)
     assert search["fits"] == search["tried"] - search["refused"] - search["too_large"]
 
-    fastest = search["ranked"]
-    assert len(fastest) == 10
-    seconds = [plan["step"]["seconds"] for plan in fastest]
+    ranked = search["ranked"]
+    assert len(ranked) == 10
+    seconds = [fit["step"]["seconds"] for fit in ranked]
     assert seconds == sorted(seconds)
-    for plan in fastest:
-        assert plan["layout"]["batch"] == 512
-        assert plan["bytes"] <= 0.75 * 80e9
+    for fit in ranked:
+        assert fit["layout"]["batch"] == 512
+        assert fit["bytes"] <= 0.75 * 80e9
 
 
 @pytest.mark.parametrize(
@@ -84,25 +104,36 @@ def test_a_layout_without_sizes_is_searched_for(helpers):
     ],
 )
 def test_a_plan_says_whether_its_memory_is_safe(helpers, layout, answer):
-    """A plan above three quarters of the GPU may need all of it, and says so."""
+    """A plan that fills more than three quarters of the GPU's memory may need all of it, and says so."""
     status, out, _ = helpers("plan", "llama3-8b", "h100", "--layout", f"dp=16,zero=3,batch=128,{layout}")
-    assert status == 0 and answer in " ".join(out.split())
+    assert status == 0
+    assert answer in without_line_breaks(out)
 
 
-def test_a_search_may_fill_the_share_of_memory_that_is_given(helpers):
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [
+        ("0.75", "54% of the GPU"),
+        ("1", "91% of the GPU, and 100% is the limit of a plan"),
+    ],
+)
+def test_a_search_may_fill_the_share_of_memory_that_is_given(helpers, share, words):
     arguments = ("plan", "llama3-8b", "h100", "--gpus", 16, "--layout", "batch=128,zero=3")
-    for share, words in (("0.75", "54% of the GPU"), ("1", "91% of the GPU, and 100% is the limit of a plan")):
-        status, out, _ = helpers(*arguments, "--memory-share", share)
-        assert status == 0 and words in out
+    status, out, _ = helpers(*arguments, "--memory-share", share)
+    assert status == 0
+    assert words in out
 
 
 def test_the_command_line_wins_over_the_file(helpers, job, tmp_path):
     cluster = tmp_path / "cluster without a suffix"
     cluster.write_text('[cluster]\npreset = "h100"\nnodes = 8\npower_limit = 500\n')
     status, out, _ = helpers("plan", job, cluster, "--layout", "dtype=bfloat16", "--sizes", "layers=48")
-    text = " ".join(out.split())
-    assert status == 0 and "gpt-175b on 64 x h100" in text and "989 TFLOP/s 884.1 at 500 W" in text
-    assert "parameters 87,635,091,456" in text and "dtype" not in text
+    assert status == 0
+    text = without_line_breaks(out)
+    assert "gpt-175b on 64 x h100" in text
+    assert "989 TFLOP/s 884.1 at 500 W" in text
+    assert "parameters 87,635,091,456" in text  # of 48 layers
+    assert "dtype" not in text  # bfloat16 is the default, which is not shown.
 
 
 @pytest.mark.parametrize(
@@ -123,13 +154,13 @@ def test_the_command_line_wins_over_the_file(helpers, job, tmp_path):
 )
 def test_what_is_wrong_is_named_in_two_lines(helpers, tmp_path, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
-    files = {
-        "text": 'layout = "dp=8"\nmodel = "gpt2"',
-        "unknown": 'model = "gpt2"\n[clusters]\nnodes = 2',
-        "broken": 'model = "gpt2"\n[layout',
-    }
-    for name, text in files.items():
-        (tmp_path / f"{name}.toml").write_text(text)
+    (tmp_path / "text.toml").write_text('layout = "dp=8"\nmodel = "gpt2"')
+    (tmp_path / "unknown.toml").write_text('model = "gpt2"\n[clusters]\nnodes = 2')
+    (tmp_path / "broken.toml").write_text('model = "gpt2"\n[layout')
+
     status, out, errors = helpers("plan", *arguments.split())
+
     assert (status, out) == (1, "")
-    assert words in errors and errors.startswith("error: ") and len(errors.splitlines()) == 2
+    assert errors.startswith("error: ")
+    assert words in errors
+    assert len(errors.splitlines()) == 2

@@ -10,17 +10,24 @@ from helpers.planner import form
 from helpers.planner.widget import planner
 
 PAGE = "book/planner"
-SEVENTY = {"model": "llama3-70b", "gpus": "128"}
-# Together they set each input of the form.
+# Inputs of the form. Together these questions set each input.
 PLANNED = [
-    {**SEVENTY, "tp": "8", "pp": "4", "zero": "1", "interleave": "2", "sequence_parallel": "true"},
+    {
+        "model": "llama3-70b",
+        "gpus": "128",
+        "tp": "8",
+        "pp": "4",
+        "zero": "1",
+        "interleave": "2",
+        "sequence_parallel": "true",
+    },
     {"model": "mixtral-8x7b", "ep": "8", "experts": "16", "active_experts": "4", "recompute": "full"},
     {"model": "llama3-8b", "seq": "32768", "cp": "4", "recompute": "sac", "dtype": "float8"},
     {"model": "palm-8b", "cluster": "tpu-v4", "shard": "4", "layers": "24", "recompute": "selective"},
     {"width": "2048", "heads": "16", "kv_heads": "4", "ffn": "5504", "vocab": "50000", "micro_batch": "4"},
     {"model": "pixels", "gpus": "1", "batch": "48", "zero": "0", "dtype": "float32"},
 ]
-REFUSED = [
+REFUSED = [  # inputs, and a part of the answer in HTML
     ({"gpus": "x"}, "GPUs: &#x27;x&#x27;.</strong> Give a whole number from 1 on."),
     ({"gpus": "7", "tp": "2"}, "7 GPUs do not divide by tp x pp x cp = 2.</strong> Give a multiple of 2"),
     ({"model": "<b>"}, "&#x27;&lt;b&gt;&#x27; is not a model that the planner knows.</strong> Give one of gpt2,"),
@@ -30,9 +37,15 @@ REFUSED = [
 
 @pytest.mark.parametrize("values", PLANNED, ids=str)
 def test_the_command_under_a_plan_prints_the_same_plan(values, helpers):
-    status, out, _ = helpers(*shlex.split(form.ask(values).command)[3:])
-    seconds, unit = out.partition("a step")[2].split()[:2]
-    assert status == 0 and f"a step: {seconds} {unit}" in form.answer(values).html
+    command = shlex.split(form.ask(values).command)
+    python, _, _, *arguments = command  # python -m helpers plan …
+    assert python == "python"
+    status, out, _ = helpers(*arguments)
+    assert status == 0
+
+    _, _, behind_label = out.partition("a step")
+    seconds, unit, *_ = behind_label.split()
+    assert f"a step: {seconds} {unit}" in form.answer(values).html
 
 
 @pytest.mark.parametrize(("values", "words"), REFUSED)
@@ -42,15 +55,21 @@ def test_what_is_wrong_is_named_with_the_next_step(values, words):
 
 def test_in_a_notebook_the_answer_follows_each_input():
     groups, answer, best = planner().children
-    [gpus] = [box for group in groups.children for box in group.children if box.description == "GPUs"]
-    gpus.value = "16"
-    values = {entry.name: entry.value for entries in form.GROUPS.values() for entry in entries} | {"gpus": "16"}
+    inputs = {}
+    for group in groups.children:
+        for box in group.children:
+            inputs[box.description] = box
+
+    inputs["GPUs"].value = "16"
+
+    values = {**form.DEFAULTS, "gpus": "16"}
     assert answer.value == form.answer(values).html
     assert best.value == form.best(values).html
 
 
 # --- In the browser ---------------------------------------------------------------------------------------------------
 
+# A function of the page that asks the planner's worker each question in turn, and returns the answers.
 ASK = """async questions => {
     const worker = new Worker(new URL('../_static/planner/worker.mjs', location.href), {type: 'module'});
     const answers = [];
@@ -65,19 +84,25 @@ ASK = """async questions => {
 
 
 def test_the_page_answers_as_python_does(visit):
-    questions = [{"kind": "answer", "values": values} for values in PLANNED]
-    questions += [{"kind": "answer", "values": values} for values, _ in REFUSED]
-    questions.append({"kind": "best", "values": {"model": "gpt2", "gpus": "8", "batch": "64"}})
+    questions = []
     expected = []
-    for number, question in enumerate(questions):
-        question["number"] = number
-        reply = getattr(form, question["kind"])(question["values"])
-        expected.append({"kind": question["kind"], "number": number, **asdict(reply)})
+
+    def ask(kind, function, values):
+        """Add a question for the page, and what the function of Python answers to it."""
+        number = len(questions)
+        questions.append({"kind": kind, "values": values, "number": number})
+        expected.append({"kind": kind, "number": number, **asdict(function(values))})
+
+    for values in PLANNED:
+        ask("answer", form.answer, values)
+    for values, _ in REFUSED:
+        ask("answer", form.answer, values)
+    ask("best", form.best, {"model": "gpt2", "gpus": "8", "batch": "64"})
     assert visit(PAGE).evaluate(ASK, questions) == expected
 
 
 def test_a_change_during_a_ranking_is_answered_before_the_ranking_would_end(visit):
-    """Until then, what belongs to the old inputs is greyed. The ranking of thousands of layouts takes seconds here."""
+    """Until then, the answer to the old inputs is greyed. Thousands of layouts are ranked here, which takes seconds."""
     page = visit(PAGE)
     page.fill("[name=gpus]", "1024")
     page.wait_for_function("document.querySelector('.planner-status').textContent == 'Ranking all layouts …'")
@@ -90,12 +115,13 @@ def test_a_change_during_a_ranking_is_answered_before_the_ranking_would_end(visi
 
 
 def answered(page, words):
+    """Wait until the page's answer has these words and the planner is at rest."""
     page.wait_for_function("words => document.querySelector('.planner-answer').textContent.includes(words)", arg=words)
     page.wait_for_function("document.querySelector('.planner-status').textContent == 'Planned in this page.'")
 
 
 def test_the_page_answers_keeps_its_state_and_takes_a_layout_over(visit, book_url):
-    small = {"model": "gpt2-xl", "gpus": "8"}  # whose layouts are ranked soon
+    small = {"model": "gpt2-xl", "gpus": "8"}  # Its layouts are ranked quickly.
     page = visit(PAGE)
     assert page.locator(".planner-answer .fits").count() == 1
     page.select_option("[name=model]", small["model"])

@@ -1,4 +1,4 @@
-"""The verification of the book on GPUs: rehearsed here, with planted differences, each of which is named."""
+"""The verification of the book on GPUs, rehearsed here: with planted differences, each of which it must name."""
 
 import json
 import time
@@ -42,11 +42,16 @@ if dist.get_rank() == 0:
     print("result", json.dumps(result), flush=True)
 dist.destroy_process_group()
 """
-PLANTED = {
-    "equal": "torch.ones(2).to(device)",
-    "differs": "loss += gpu\nif observed:\n    loss.item()\n    dist.all_reduce(torch.ones(1, device=device))",
-    "hangs": "if observed or not gpu:\n    time.sleep(1000)",
-}
+# Lines in the place of PLANTED. `gpu` is true in the run on GPUs and in the rehearsal; `observed` in the former only.
+EQUAL = "torch.ones(2).to(device)"
+DIFFERS = """\
+loss += gpu
+if observed:
+    loss.item()
+    dist.all_reduce(torch.ones(1, device=device))"""
+HANGS = """\
+if observed or not gpu:
+    time.sleep(1000)"""
 
 
 @pytest.mark.daily
@@ -54,16 +59,19 @@ PLANTED = {
 @pytest.mark.timeout(900)
 def test_planted_differences_are_named(helpers, tmp_path):
     scripts = []
-    for name, lines in PLANTED.items():
-        scripts.append(tmp_path / f"{name}.py")
-        scripts[-1].write_text(SCRIPT.replace("PLANTED", lines))
+    for name, planted in (("equal", EQUAL), ("differs", DIFFERS), ("hangs", HANGS)):
+        script = tmp_path / f"{name}.py"
+        script.write_text(SCRIPT.replace("PLANTED", planted))
+        scripts.append(script)
     out = tmp_path / "out"
     options = ["--rehearsal", "--out", out, "--minutes", "60", "--timeout", "40"]
     status, printed, errors = helpers("verify", *options, "--chapters", *scripts)
     assert (status, errors) == (1, ""), printed
     assert sorted(path.name for path in out.iterdir()) == ["logs.zip", "page.md", "results.json"]
+
     shown = [line for line in printed.splitlines() if line.startswith(("doctor", "equal", "differs"))]
-    recorded.compare("verify", "\n".join(shown), "python -m pytest tests/test_verify.py", [r" +\d+ s "])
+    seconds_of_step = r" +\d+ s "  # They differ each time, so they are not compared.
+    recorded.compare("verify", "\n".join(shown), "python -m pytest tests/test_verify.py", [seconds_of_step])
 
     text = (out / "page.md").read_text()
     assert text.startswith("# The book on GPUs: rehearsed, not run on a GPU\n")
@@ -78,6 +86,7 @@ def test_planted_differences_are_named(helpers, tmp_path):
     agreed = text.partition("## What agreed")[2]
     assert "- equal: result as on gloo; 3 waits and 2 collectives as rehearsed" in agreed
     assert "- differs" not in agreed
+
     record = read(out / "results.json")
     assert record.steps["equal"].result["loss"] == 2
     assert record.predictions["planned"][0].name == "time of a step"
@@ -85,11 +94,12 @@ def test_planted_differences_are_named(helpers, tmp_path):
 
 @pytest.mark.ranks
 def test_a_start_that_cannot_be_is_two_lines(helpers, tmp_path):
-    (tmp_path / "file").touch()
+    file = tmp_path / "file"
+    file.touch()
     for words, message in (
-        (["--out", tmp_path / "file" / "out"], "is no folder: Not a directory."),
+        (["--out", file / "out"], "is no folder: Not a directory."),
         (["--chapters", "99"], "no chapter"),
-        (["--chapters", "04"], "nvidia-smi"),  # there is no GPU
+        (["--chapters", "04"], "nvidia-smi"),  # This machine has no GPU.
     ):
         status, out, errors = helpers("verify", "--out", tmp_path, *words)
         assert (status, out) == (1, "")
@@ -108,47 +118,60 @@ def test_more_gpus_than_there_are_cannot_be_verified():
 
 
 def run(trouble="", loss=1.0, waits=0):
+    """The record of a run of a script, whose first line has waited so many times for the GPU."""
     row = {"line": "x.py:1", "kind": "wait", "what": "item", "count": waits, "in_steps": waits}
     return Run(trouble, result={"loss": loss}, seconds=1.0, memory=[2_000_000], lines=[row])
 
 
+def differences_of(on_gpus=None, on_gloo=None, rehearsed=None, tolerance=0.01):
+    """The differences of three runs. Those that are not given are all alike."""
+    return differences(on_gpus or run(), on_gloo or run(), rehearsed or run(), tolerance)
+
+
 def test_runs_that_agree_have_no_differences():
-    assert differences(run(waits=3), run(), run(waits=3), tolerance=0.01) == []
-    assert differences(run(loss=1.04), run(loss=1.0), run(), tolerance=0.05) == []
+    assert differences_of(on_gpus=run(waits=3), rehearsed=run(waits=3)) == []
+    assert differences_of(on_gpus=run(loss=1.04), on_gloo=run(loss=1.0), tolerance=0.05) == []
 
 
 def test_what_differed_between_runs():
-    assert differences(run(waits=2), run(), run(waits=1), tolerance=0.01) == [
-        "x.py:1 waits: 2 times on GPUs, 1 as rehearsed, in the steps"
-    ]
-    assert differences(run(loss=float("nan")), run(), run(), tolerance=0.01) == [
-        "loss is nan on GPUs and 1.0 on gloo (tolerance 0.01)"
-    ]
-    assert differences(run("failed: NCCL Error 5"), run(), run(), tolerance=0.01) == [
-        "on GPUs it failed: NCCL Error 5; the rehearsal accepted it"
-    ]
-    assert differences(run(), run("failed: A"), run("failed: B"), tolerance=0.01) == [
-        "on GPUs it ran, and the rehearsal failed: B",
-        "on gloo it failed: A",
-    ]
+    more_waits = differences_of(on_gpus=run(waits=2), rehearsed=run(waits=1))
+    assert more_waits == ["x.py:1 waits: 2 times on GPUs, 1 as rehearsed, in the steps"]
+
+    another_loss = differences_of(on_gpus=run(loss=float("nan")))
+    assert another_loss == ["loss is nan on GPUs and 1.0 on gloo (tolerance 0.01)"]
+
+    failed_on_gpus = differences_of(on_gpus=run("failed: NCCL Error 5"))
+    assert failed_on_gpus == ["on GPUs it failed: NCCL Error 5; the rehearsal accepted it"]
+
+    failed_elsewhere = differences_of(on_gloo=run("failed: A"), rehearsed=run("failed: B"))
+    assert failed_elsewhere == ["on GPUs it ran, and the rehearsal failed: B", "on gloo it failed: A"]
 
 
-def test_the_cause_of_a_failure_is_a_line_of_its_output():
-    lines = ["[rank1]: Traceback", "[rank1]: torch.cuda.OutOfMemoryError: CUDA out of memory", "  ChildFailedError:"]
-    assert cause("\n".join(lines)) == "torch.cuda.OutOfMemoryError: CUDA out of memory"
-    assert cause("E failed\nSignal 9 (SIGKILL) received by PID 12\n--") == "Signal 9 (SIGKILL) received by PID 12"
-    assert cause("") == "no message"
+@pytest.mark.parametrize(
+    ("printed", "line"),
+    [
+        (
+            "[rank1]: Traceback\n[rank1]: torch.cuda.OutOfMemoryError: CUDA out of memory\n  ChildFailedError:",
+            "torch.cuda.OutOfMemoryError: CUDA out of memory",
+        ),
+        ("E failed\nSignal 9 (SIGKILL) received by PID 12\n--", "Signal 9 (SIGKILL) received by PID 12"),
+        ("", "no message"),
+    ],
+)
+def test_the_cause_of_a_failure_is_a_line_of_its_output(printed, line):
+    assert cause(printed) == line
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------
 
 
 def launcher(folder, seconds=200):
-    return Launcher(1, True, folder, time.monotonic() + seconds)
+    """A Launcher for one rank of a rehearsed verification, whose steps all end after so many seconds."""
+    return Launcher(ranks=1, rehearsal=True, folder=folder, end=time.monotonic() + seconds)
 
 
 @pytest.mark.parametrize(
-    ("program", "differences"),
+    ("program", "expected"),
     [
         ("print('ok      a: fine')", []),
         ("print('FAILED  b: odd'); raise SystemExit(1)", ["FAILED  b: odd"]),
@@ -156,10 +179,11 @@ def launcher(folder, seconds=200):
         ("import time; time.sleep(1000)", ["it hung for 3 s"]),
     ],
 )
-def test_each_failed_check_of_launch_is_a_difference(program, differences, tmp_path):
+def test_each_failed_check_of_launch_is_a_difference(program, expected, tmp_path):
     script = tmp_path / "checks.py"
     script.write_text(program)
-    assert steps.launch_checks(launcher(tmp_path), script, timeout=3).differences == differences
+    step = steps.launch_checks(launcher(tmp_path), script, timeout=3)
+    assert step.differences == expected
     assert steps.LAUNCH_CHECKS.exists()
 
 
@@ -171,16 +195,18 @@ def test_ranks_of_runs_at_once_share_the_cores(monkeypatch):
 
 
 def test_nothing_runs_past_the_end_of_all_steps(tmp_path):
+    timeout = 60
+    with_one_second = launcher(tmp_path, seconds=ENDING + 1)
     start = time.monotonic()
     with pytest.raises(OutOfTime):
-        launcher(tmp_path, ENDING + 1).python(["-c", "import time; time.sleep(100)"], "cut", timeout=60)
-    assert time.monotonic() - start < 60
+        with_one_second.python(["-c", "import time; time.sleep(100)"], "cut", timeout)
+    assert time.monotonic() - start < timeout
 
 
 # --- the page and the record ------------------------------------------------------------------------------------------
 
-STEP_TIME = Prediction("time of a step", "ms", 124.6, 105.6, 199.3)
-STEP_TIME_FIRST = Prediction("time of a step", "ms", 100.0, version="planned first")
+STEP_TIME = Prediction("time of a step", "ms", value=124.6, low=105.6, high=199.3)
+STEP_TIME_FIRST = Prediction("time of a step", "ms", value=100.0, version="planned first")
 RECORD = Record(
     facts={"machine": "8 x H100; driver 570.86, PyTorch 2.13.0", "commit": "abc"},
     predictions={"planned": [STEP_TIME, STEP_TIME_FIRST], "rates": [Prediction("bfloat16", "TFLOP/s", 580.0)]},
@@ -189,8 +215,15 @@ RECORD = Record(
         "messages": Probe("Mistakes", texts={"two ranks": "Duplicate GPU\n```\nline"}, trouble="hung: still"),
     },
     steps={
-        "one": Step([], "as on gloo", "torchrun one.py", {"loss": 1.0}, [1.0, 2.0], [2_000_000, 2_000_000]),
-        "two": Step(["on GPUs it hung"], "", "torchrun two.py"),
+        "one": Step(
+            differences=[],
+            summary="as on gloo",
+            command="torchrun one.py",
+            result={"loss": 1.0},
+            script_seconds=[1.0, 2.0],
+            memory=[2_000_000, 2_000_000],
+        ),
+        "two": Step(differences=["on GPUs it hung"], summary="", command="torchrun two.py"),
     },
 )
 
@@ -217,26 +250,34 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
     path = tmp_path / "results.json"
     path.write_text(json.dumps(asdict(RECORD)))
     assert read(path) == RECORD
-    for text in ("", "[]", '{"facts": {}}'):
-        path.write_text(text)
-        with pytest.raises(ValueError, match="results.json is not a record of a verification"):
-            read(path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"facts": {}}'])
+def test_another_file_is_not_read_as_a_record(text, tmp_path):
+    path = tmp_path / "results.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="results.json is not a record of a verification"):
+        read(path)
 
 
 # --- order and files --------------------------------------------------------------------------------------------------
 
 
 def test_the_most_valuable_steps_come_first():
-    steps = ordered(probes_of(None, gpus=1), scripts=["a", "b", "c"])
-    assert steps[:9] == ["planned", "precision", "rates", "messages", "a", "b", "launch", "c", "copies"]
-    assert steps[-2:] == ["doctor", "launch on GPUs"]
+    """First what is predicted, then what programs print; then two scripts and a probe in turn, and the doctor last."""
+    all_probes = probes_of(None, gpus=1)
+    names = ordered(all_probes, scripts=["a", "b", "c"])
+    assert names[:9] == ["planned", "precision", "rates", "messages", "a", "b", "launch", "c", "copies"]
+    assert names[-2:] == ["doctor", "launch on GPUs"]
 
 
 def test_links_are_measured_where_there_are_two_gpus():
-    def names_of_probes(names, gpus):
-        return {probe.name for probe in probes_of(names, gpus)}
+    def names_of_probes(requested, gpus):
+        return {probe.name for probe in probes_of(requested, gpus)}
 
-    assert names_of_probes(None, gpus=2) - names_of_probes(None, gpus=1) == {"bus_bandwidth", "overlap"}
+    all_probes = None
+    only_with_two_gpus = names_of_probes(all_probes, gpus=2) - names_of_probes(all_probes, gpus=1)
+    assert only_with_two_gpus == {"bus_bandwidth", "overlap"}
     assert names_of_probes(["rates", "overlap"], gpus=1) == {"rates"}
 
 
@@ -270,7 +311,11 @@ def test_scripts_that_were_made_elsewhere(tmp_path):
 
 
 def test_the_commit_of_a_copy_without_git(tmp_path, monkeypatch):
-    assert len(sources.commit().removesuffix("-dirty")) >= 7 or not (ROOT / ".git").exists()
+    """git says the commit of a repository. In a copy without git it is read from the file COMMIT."""
+    if (ROOT / ".git").exists():
+        commit = sources.commit().removesuffix("-dirty")
+        assert len(commit) >= 7
+
     monkeypatch.setattr(sources, "ROOT", tmp_path)
     monkeypatch.setattr(sources, "COMMIT", tmp_path / "COMMIT")
     assert sources.commit() == "unknown"

@@ -35,34 +35,51 @@ H100 = "NVIDIA H100 80GB HBM3"
 
 def test_the_predictions_for_an_h100():
     step, first, peak, states = predictions_for(H100, ranks=1)["planned"]
-    assert [round(number, 1) for number in (step.value, step.low, step.high)] == [127.7, 105.2, 155.0]
-    assert (first.name, first.unit) == (step.name, step.unit)
-    assert (first.value, first.low, first.high) == (124.6, 105.6, 199.3), "said before any GPU had run it: stays"
+    assert round(step.value, 1) == 127.7
+    assert round(step.low, 1) == 105.2
+    assert round(step.high, 1) == 155.0
     assert round(peak.value, 1) == 17.9
     assert round(states.value, 2) == 4.26
-    assert predictions_for("NVIDIA GeForce RTX 4090", ranks=1) == {}, "the planner does not know this GPU"
+
+    # What was predicted for the same figure before any GPU had run the step never changes.
+    assert first.name == step.name
+    assert first.unit == step.unit
+    assert (first.value, first.low, first.high) == (124.6, 105.6, 199.3)
+
+
+def test_nothing_is_predicted_for_a_gpu_that_the_planner_does_not_know():
+    assert predictions_for("NVIDIA GeForce RTX 4090", ranks=1) == {}
 
 
 def test_a_product_alone_is_predicted_faster_than_in_a_step():
-    alone = {prediction.name: prediction.value for prediction in predictions_for(H100, ranks=1)["rates"]}
-    in_steps = PRESETS["h100"]["peaks"]["bfloat16"] * FITTED.matmul * CORRECTIONS.h100 / 1e12
-    assert alone[catalog.product_name("bfloat16", catalog.MATRIX)] == pytest.approx(580, abs=0.1)
-    assert in_steps < 500
+    predictions = predictions_for(H100, ranks=1)["rates"]
+    tflops = {prediction.name: prediction.value for prediction in predictions}
+    alone = tflops[catalog.product_name("bfloat16", catalog.MATRIX)]
+    in_a_step = PRESETS["h100"]["peaks"]["bfloat16"] * FITTED.matmul * CORRECTIONS.h100 / 1e12
+    assert alone == pytest.approx(580, abs=0.1)
+    assert in_a_step < 500
 
 
-@pytest.mark.parametrize("name", ["rates", "float8"])
-def test_what_is_predicted_is_measured_under_the_same_name(name, monkeypatch):
-    monkeypatch.setattr(products, "seconds_of", lambda call, device: 1.0)
-    on_meta = torch.device("meta")  # It has the sizes of a GPU, and no numbers.
-    measured = {(figure.name, figure.unit) for figure in getattr(products, name)(on_meta)}
-    predicted = {(prediction.name, prediction.unit) for prediction in predictions_for(H100, ranks=1)[name]}
+@pytest.mark.parametrize(("name", "probe"), [("rates", products.rates), ("float8", products.float8)])
+def test_what_is_predicted_is_measured_under_the_same_name(name, probe, monkeypatch):
+    """Each predicted figure is one that the probe measures, in the same unit."""
+
+    def pretended_seconds(call, device):
+        return 1.0
+
+    monkeypatch.setattr(products, "seconds_of", pretended_seconds)
+    on_meta = torch.device("meta")  # Tensors have the sizes of a GPU's there, and no numbers.
+    measured = {(figure.name, figure.unit) for figure in probe(on_meta)}
+    predictions = predictions_for(H100, ranks=1)[name]
+    predicted = {(prediction.name, prediction.unit) for prediction in predictions}
     assert predicted <= measured
 
 
 def test_bus_bandwidth_is_predicted_for_the_largest_all_reduce_of_several_gpus():
     assert "bus_bandwidth" not in predictions_for(H100, ranks=1)
     [prediction] = predictions_for(H100, ranks=8)["bus_bandwidth"]
-    assert prediction.name == catalog.all_reduce_name(catalog.MESSAGE) == "all-reduce, 1 GiB"
+    assert prediction.name == "all-reduce, 1 GiB"
+    assert prediction.name == catalog.all_reduce_name(catalog.MESSAGE)
 
 
 # --- one probe --------------------------------------------------------------------------------------------------------
@@ -81,39 +98,45 @@ def fails(device):
 
 
 @pytest.fixture
-def spreads(monkeypatch):
-    """Of the matrices of each product, the smaller standard deviation: 0 if all numbers of one are equal."""
-    product = torch.mm
-    spreads = []
+def deviations(monkeypatch):
+    """A list that gets a number for each call of torch.mm: the smaller standard deviation of its two matrices.
 
-    def watched(a, b):
-        spreads.append(min(a.float().std().item(), b.float().std().item()))
-        return product(a, b)
+    It is 0 if all numbers of one matrix are equal, and about 1 if both are random.
+    """
+    original = torch.mm
+    found = []
 
-    monkeypatch.setattr(torch, "mm", watched)
-    return spreads
+    def watched_product(a, b):
+        deviation_of_a = a.float().std().item()
+        deviation_of_b = b.float().std().item()
+        found.append(min(deviation_of_a, deviation_of_b))
+        return original(a, b)
+
+    monkeypatch.setattr(torch, "mm", watched_product)
+    return found
 
 
-def test_the_doctor_multiplies_random_matrices(spreads):
-    """Of equal numbers a GPU multiplies faster."""
+def test_the_doctor_multiplies_random_matrices(deviations):
+    """A GPU would multiply matrices of equal numbers faster."""
     try_matmul("float32", torch.device("cpu"))
-    assert min(spreads) > 0.9
+    assert min(deviations) > 0.9
 
 
-def test_the_probe_multiplies_random_matrices_and_says_where_ones(spreads):
+def test_the_probe_multiplies_random_matrices_and_says_where_ones(deviations):
     for figure in products.rates(torch.device("cpu")):
         if "of ones" in figure.name:
-            assert max(spreads) == 0, figure.name
-        elif spreads:
-            assert min(spreads) > 0.9, figure.name
-        spreads.clear()
+            assert max(deviations) == 0, figure.name
+        elif deviations:  # The last figure is a copy, without a product.
+            assert min(deviations) > 0.9, figure.name
+        deviations.clear()
 
 
 def test_a_probe_that_fails_keeps_what_it_measured(tmp_path, monkeypatch):
     (tmp_path / "broken.py").write_text(PROBE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    launcher = Launcher(1, True, tmp_path, time.monotonic() + 600)
-    failed = measure(launcher, Task("fails", "broken", "A probe", 200), gpus=1)
+    launcher = Launcher(ranks=1, rehearsal=True, folder=tmp_path, end=time.monotonic() + 600)
+    task = Task(name="fails", module="broken", title="A probe", seconds=200)
+    failed = measure(launcher, task, gpus=1)
     assert failed.trouble == "failed: ValueError: not on cpu"
     assert failed.figures == [Figure("before", 1.0, "ms")]
     assert failed.texts == {"said": "a line"}
@@ -127,24 +150,28 @@ def test_every_probe_runs_on_the_cpu_with_small_sizes(helpers, tmp_path):
     status, printed, errors = helpers("verify", "--rehearsal", "--minutes", "60", "--out", out, "--probes", *PROBES)
     assert (status, errors) == (0, ""), printed
     record = read(out / "results.json")
-    assert {*record.probes} == {*PROBES}
-    assert all(probe.figures for probe in record.probes.values()), printed
-    text = (out / "page.md").read_text()
-    assert all(f"## {task.title}\n" in text for task in PROBES.values())
-    assert record.probes["shared_gpu"].figures[0].value == 12
+    page = (out / "page.md").read_text()
+    assert set(record.probes) == set(PROBES)
+    for name, task in PROBES.items():
+        assert record.probes[name].figures, printed
+        assert f"## {task.title}\n" in page
+    mean_gradient = record.probes["shared_gpu"].figures[0]
+    assert mean_gradient.value == 12
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
 
 
 def test_what_a_mistake_should_print_is_quoted_by_the_book_or_said_by_the_rehearsal():
-    files = [ROOT / "book" / "error_messages.txt", *(ROOT / "helpers" / "rehearsal").glob("*.py")]
-    quoted = "\n".join(path.read_text() for path in files)
+    book = ROOT / "book" / "error_messages.txt"
+    rehearsal = (ROOT / "helpers" / "rehearsal").glob("*.py")
+    quoted = "\n".join(path.read_text() for path in (book, *rehearsal))
     for mistake in messages.MISTAKES:
         ast.parse(messages.PROGRAM.format(code=mistake.code))
         for message in mistake.expected:
-            as_in_source = message.replace("BAND", "{operation.name}").replace("cuda:0", "{self.device}")
-            assert message in quoted or as_in_source in quoted, message
+            # In the rehearsal's source a message may be an f-string.
+            in_source = message.replace("BAND", "{operation.name}").replace("cuda:0", "{self.device}")
+            assert message in quoted or in_source in quoted, message
 
 
 # --- kills ------------------------------------------------------------------------------------------------------------
@@ -181,13 +208,20 @@ HEADINGS = (
 @pytest.mark.daily
 @pytest.mark.timeout(1200)
 def test_kills_leave_a_whole_page_and_record(tmp_path):
-    """Each kill comes at a random moment after the command has begun to write. Nothing that it started outlives it."""
+    """The command is killed several times, each time at a random moment after it has begun to write its files.
+
+    They are complete then, and no process that the command started outlives it.
+    """
     script = tmp_path / "script.py"
     script.write_text(ONE_RANK)
     command = [sys.executable, "-m", "helpers", "verify", "--rehearsal", "--gpus", "1", "--minutes", "60"]
     command += ["--chapters", script, "--probes", "rates", "launch", "copies", "nccl_memory"]
     moments = random.Random(39)
     with leftovers.surroundings() as environment:
+
+        def all_processes_are_gone():
+            return not leftovers.processes(environment[leftovers.MARK])
+
         options = {"cwd": ROOT, "env": environment, "text": True, "stdout": subprocess.PIPE}
         for number in range(KILLS):
             out = tmp_path / str(number)
@@ -196,16 +230,19 @@ def test_kills_leave_a_whole_page_and_record(tmp_path):
             time.sleep(moments.uniform(0, 10))
             process.kill()
             process.communicate()
-            text = (out / "page.md").read_text()
-            assert all(heading in text for heading in HEADINGS)
-            read(out / "results.json")
-            assert leftovers.wait_until(lambda: not leftovers.processes(environment[leftovers.MARK]), 60)
+
+            page = (out / "page.md").read_text()
+            for heading in HEADINGS:
+                assert heading in page
+            read(out / "results.json")  # It raises an error for a file that is not complete.
+            assert leftovers.wait_until(all_processes_are_gone, 60)
         shutil.rmtree(environment["TMPDIR"])  # A killed command leaves its scripts and logs there.
         Path(environment["TMPDIR"]).mkdir()
 
 
 # --- a machine with GPUs has little else ------------------------------------------------------------------------------
 
+# A sitecustomize.py, which Python imports when it starts. With it, some modules cannot be imported.
 REFUSED = """\
 import sys
 
@@ -224,7 +261,7 @@ sys.meta_path.insert(0, Refuse())
 @pytest.mark.daily
 @pytest.mark.timeout(900)
 def test_a_copy_without_git_nbformat_and_ruff_takes_the_scripts_that_came_along(tmp_path):
-    """What a machine with GPUs has: PyTorch, a copy of the repository, and the folder that `make scripts` wrote."""
+    """A machine with GPUs has PyTorch, a copy of the repository, and the folder that `make scripts` wrote."""
     copy = tmp_path / "copy"
     for name in ("helpers", "notebooks", "book"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))

@@ -31,8 +31,8 @@ def main(args: argparse.Namespace) -> int:
     Under torchrun or srun this process is one rank, and examines the cluster together with the others.
     Without a launcher it starts ranks on this machine, in each of which the same command runs.
     """
-    # By default torch prints warnings of connections that fail, which the report names better. torch reads the variable
-    # when it is first imported, so these imports of modules that import torch have to come after it.
+    # torch would print warnings about failed connections, which the report explains better. It reads this variable when
+    # it is first imported, so the modules that import torch are imported after it.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from helpers.doctor.examine import run_rank, start_local
     from helpers.doctor.membership import read_launcher
@@ -57,14 +57,14 @@ def main(args: argparse.Namespace) -> int:
     if launched_rank is None:
         with folder_until_a_signal():  # Ctrl-C or SIGTERM ends the ranks, too.
             return start_local(args.nproc, flags_of_ranks(args))
-    # Python would handle Ctrl-C only when the call in which this rank waits, deep in torch, returns. With the system's
-    # own handler the process ends at once.
+    # Python handles Ctrl-C only when the current call into torch returns, and this rank may wait there for minutes. The
+    # system's default handler ends the process at once.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     return run_rank(launched_rank, args.backend, args.timeout, plan)
 
 
 def flags_of_ranks(args: argparse.Namespace) -> list[str]:
-    """The command's flags for ranks that it starts itself, such as ["--timeout=60", "--backend=gloo"]."""
+    """The flags that this command passes on to the ranks it starts, such as ["--timeout=60", "--backend=gloo"]."""
     flags = [f"--timeout={args.timeout}"]
     if args.backend:
         flags.append(f"--backend={args.backend}")

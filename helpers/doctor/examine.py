@@ -33,14 +33,17 @@ from helpers.ranks.torchrun import set_defaults
 
 REPORT_IS_PRINTED = "the report is printed"  # the last step, after which no rank needs another one
 CLOCK_READINGS = 5
+CONNECTIONS_AT_ONCE = 32
+CONNECT_SECONDS = 5  # timeout of a TCP connection
+WAITING_CONNECTIONS = 4096  # All ranks connect to a port at once, and nobody accepts the connections.
 
 
 def run_rank(launched: LaunchedRank, backend: str | None = None, timeout: float = 60, plan: Plan | None = None) -> int:
-    """Run the doctor on this rank, while the other ranks do the same; the lowest one that answers prints the report.
+    """Run the doctor on this rank, while the other ranks do the same. The lowest one that answers prints the report.
 
-    ``launched`` says what the launcher has told this rank. ``backend`` is "gloo" to leave the GPUs out. ``timeout`` is
-    for how many seconds a rank waits for another one. Returns the exit status: 1 for a problem, or if this rank could
-    not take part. Under torchrun only one rank of each host returns 1 for a problem.
+    ``launched`` has the numbers that the launcher gave this rank. ``backend`` is "gloo" to leave the GPUs out. A rank
+    waits for another one for ``timeout`` seconds. Returns the exit status: 1 for a problem, or if this rank could not
+    take part. Under torchrun only one rank of each host returns 1 for a problem.
     """
     # With this variable a collective that times out raises an error. Without it NCCL's watchdog would end the process.
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
@@ -87,7 +90,7 @@ def print_report(membership: Membership, launched: LaunchedRank, backend: str | 
         if launched.rank == lowest_rank:
             print(result.text, flush=True)
     finally:
-        # No rank ends before it is printed, because a launcher may stop the others when one has failed.
+        # No rank ends before the report is printed, because a launcher may stop all ranks when one of them has failed.
         membership.gather(REPORT_IS_PRINTED, answer=None)
     return result.problems > 0
 
@@ -96,35 +99,35 @@ def print_report(membership: Membership, launched: LaunchedRank, backend: str | 
 def store_for_all(membership: Membership, launched: LaunchedRank) -> Iterator[None]:
     """A context in which the ranks use their store. The rank that serves it leaves the context last.
 
-    The store is gone when the process that serves it ends. So each rank that leaves the context writes to the store
-    that it needs the store no more, and the serving rank waits until all others have done so.
+    The store ends with the process that serves it. So each rank that leaves the context writes into the store that it
+    no longer needs it, and the serving rank waits until all others have done so.
     """
     try:
         yield
     finally:
         membership.store.set(f"gone/{launched.rank}", "")
         if serves_store(launched):
-            # The others may have lost this rank because it was too slow, and still need its store to go on.
+            # If this rank was too slow, the others have gone on without it, but they still need its store.
             membership.wait_for([f"{REPORT_IS_PRINTED}/all"], 5 * membership.timeout)
             wait_until_all_are_gone(membership)
 
 
 def refuse(launched: LaunchedRank, reason: str) -> int:
-    """Say why this rank has no report, and return its exit status."""
+    """Print why this rank cannot take part, and return its exit status."""
     print(f"rank {launched.rank} on {socket.gethostname()}: {reason}", file=sys.stderr, flush=True)
     return 1
 
 
 def wait_until_all_are_gone(membership: Membership) -> None:
-    """Wait until all members have written that they need the store no more, or for REPORT_SECONDS."""
+    """Wait until all members have written that they no longer need the store, for at most REPORT_SECONDS."""
     membership.wait_for([f"gone/{rank}" for rank in membership.members], REPORT_SECONDS)
 
 
 def examine(membership: Membership, launched: LaunchedRank, backend: str | None, plan: Plan | None = None) -> Findings:
-    """Try with the other ranks what a training run will need, and with a plan also what the plan counts on.
+    """Try with the other ranks what a training run will need, and if there is a plan, what it counts on.
 
-    All ranks call it together, and it returns the same findings on each. It goes from what needs least to what needs
-    most: the store, TCP connections, a process group and its collectives, the link of each pair of ranks.
+    All ranks call this together, and it returns the same findings on each. Each step needs what the steps before it
+    have tried: the store, TCP connections, a process group and its collectives, the link of each pair of ranks.
     """
     with listening_port() as port:
         own_facts = facts_of_rank(launched, port, backend)
@@ -136,14 +139,15 @@ def examine(membership: Membership, launched: LaunchedRank, backend: str | None,
         membership.backend = "nccl"
         membership.device = torch.device(own_facts.device)
         torch.cuda.set_device(membership.device)
-    backend_at_start = membership.backend  # the trials may go from NCCL to gloo
+    backend_at_start = membership.backend  # If NCCL fails, the trials go on with gloo.
     if any(unreachable.values()):
-        membership.backend = ""  # no process group, which would wait for these connections until its timeout
+        membership.backend = ""  # No process group is started: it would wait for these connections until its timeout.
     membership.start_group()
 
     collectives = try_collectives(membership)
     links = try_links(membership)
-    compute_speeds = membership.attempt("computing alone", lambda: trials.try_matmul("float32", membership.device))
+    compute_alone = partial(trials.try_matmul, "float32", membership.device)
+    compute_speeds = membership.attempt("computing alone", compute_alone)
     plan_speeds = {}
     if plan is not None:
         hosts = [facts[rank].host for rank in membership.members]
@@ -178,19 +182,20 @@ def each_has_a_gpu(facts: Mapping[int, Facts]) -> bool:
 
 @contextlib.contextmanager
 def listening_port() -> Iterator[int]:
-    """A context in which a port of this host takes connections from all other hosts; gives the port's number.
+    """A context in which a port of this host takes connections from all other hosts. Yields the port's number.
 
-    It takes them by IPv4, and by IPv6 where the host has both.
+    It takes them by IPv4, and if the host has both kinds, by IPv6, too.
     """
     dual_stack = socket.has_dualstack_ipv6()
-    family = socket.AF_INET
     if dual_stack:
         family = socket.AF_INET6
+    else:
+        family = socket.AF_INET
     listener = socket.create_server(
         ("", 0),  # any address of this host, and any free port
         family=family,
         dualstack_ipv6=dual_stack,
-        backlog=4096,  # connections that wait: all ranks connect at once, and nobody accepts them
+        backlog=WAITING_CONNECTIONS,
     )
     with listener:
         port: int = listener.getsockname()[1]
@@ -200,7 +205,7 @@ def listening_port() -> Iterator[int]:
 def compare_clocks(membership: Membership) -> dict[int, float]:
     """How many seconds each rank's clock is ahead of the first rank's: {rank: seconds}.
 
-    The ranks read their clocks at about the same moment, when they have just left an exchange through the store.
+    The ranks read their clocks at about the same moment, just after an exchange through the store has ended.
     """
     membership.gather("before the clocks are read", answer=None)
     readings = []  # each is {rank: what its clock shows, in seconds since 1970}
@@ -210,36 +215,39 @@ def compare_clocks(membership: Membership) -> dict[int, float]:
     offsets = {}
     for rank in membership.members:
         differences = [reading[rank] - reading[first_rank] for reading in readings]
-        # A rank that reads its clock late seems to be ahead, so the smallest difference is the best.
+        # A rank that reads its clock a little late seems to be ahead, so the smallest difference is the most exact one.
         offsets[rank] = min(differences, key=abs)
     return offsets
 
 
 def try_connections(membership: Membership, facts: Mapping[int, Facts]) -> dict[int, dict[int, str]]:
-    """Let each rank open a TCP connection to every other: {rank: {a rank to which it cannot connect: the reason}}."""
+    """Let each rank connect to every other by TCP. Returns {rank: {a rank to which it cannot connect: the reason}}."""
     addresses = {}
     for rank, rank_facts in facts.items():
         if rank != membership.rank and rank_facts.address:
             addresses[rank] = (rank_facts.address, rank_facts.port)
-    answers = membership.attempt("connecting by TCP", lambda: refusals(addresses))
-    return {rank: reasons or {} for rank, reasons in answers.items()}
+    refusals_of_rank = membership.attempt("connecting by TCP", partial(refusals, addresses))
+    for rank, reasons in refusals_of_rank.items():
+        if reasons is None:  # Trying to connect raised an error, which the membership keeps.
+            refusals_of_rank[rank] = {}
+    return refusals_of_rank
 
 
 def refusals(addresses: Mapping[int, tuple[str, int]]) -> dict[int, str]:
     """Try to connect to all of {rank: (address, port)}. Returns {rank: the reason} for those that accept no connection.
 
-    Many connections are tried at once, because each may wait for its timeout.
+    Many connections are tried at once, because each may wait until its timeout.
     """
-    with ThreadPoolExecutor(max_workers=32) as threads:
+    with ThreadPoolExecutor(max_workers=CONNECTIONS_AT_ONCE) as threads:
         reasons = threads.map(reason_for_no_connection, addresses.values())
         reason_of_rank = dict(zip(addresses, reasons, strict=True))
     return {rank: reason for rank, reason in reason_of_rank.items() if reason}
 
 
 def reason_for_no_connection(address: tuple[str, int]) -> str:
-    """Open and close a TCP connection to (address, port). Returns why that is not possible, or "" if it is."""
+    """Open and close a TCP connection to (address, port). Returns why that fails, or "" if it works."""
     try:
-        socket.create_connection(address, timeout=5).close()
+        socket.create_connection(address, timeout=CONNECT_SECONDS).close()
     except OSError as error:
         return str(error.strerror or error)
     return ""
@@ -249,9 +257,10 @@ def reason_for_no_connection(address: tuple[str, int]) -> str:
 
 
 def try_collectives(membership: Membership) -> dict[str, dict[int, Trial | None]]:
-    """Try each collective among all members: {its name: {rank: its trial, or None where the collective raised}}.
+    """Try each collective among all members. Returns {collective: {rank: its trial, or None where it raised an error}}.
 
-    A collective that fails may break the process group. If no new one can be started, the other trials are left out.
+    A collective that fails may break the process group. If no new group can be started, the remaining collectives are
+    left out.
     """
     by_name: dict[str, dict[int, Trial | None]] = {}
     for name in trials.COLLECTIVES:
@@ -262,14 +271,14 @@ def try_collectives(membership: Membership) -> dict[str, dict[int, Trial | None]
 
 
 def try_links(membership: Membership) -> dict[tuple[int, int], Trial]:
-    """Try the link of each pair of ranks: {(lower rank, higher rank): trial}, without the pairs that failed.
+    """Try the link of each pair of ranks. Returns {(lower rank, higher rank): trial}, without the pairs that failed.
 
-    In each round disjoint pairs are tried at the same time. A rank that stops answering in a round is no member in the
-    next one, and its other pairs are left out. If no process group can be started for those that are left, the trials
-    end.
+    In each round, pairs that have no rank in common are tried at the same time. A rank that stops answering in a round
+    is no longer a member, so its other pairs are left out. If no process group can be started for the ranks that are
+    left, the trials end.
     """
     links: dict[tuple[int, int], Trial] = {}
-    ranks_at_start = list(membership.members)  # try_pairs takes the ranks that are lost out of membership.members
+    ranks_at_start = list(membership.members)  # try_pairs removes ranks that are lost from membership.members.
     rounds = trials.rounds_of_pairs(len(ranks_at_start))
     for number, pairs_of_indices in enumerate(rounds, start=1):
         has_no_group = membership.backend == ""
@@ -288,8 +297,8 @@ def try_links(membership: Membership) -> dict[tuple[int, int], Trial]:
 def try_pairs(membership: Membership, step: str, pairs: list[tuple[int, int]]) -> dict[tuple[int, int], Trial]:
     """Let pairs of ranks exchange data, all pairs at the same time, and return {pair: the trial of its link}.
 
-    No rank is in two pairs. A pair of which one rank fails is left out; ``membership.errors`` has under the name
-    ``step`` what the rank raised.
+    No rank is in two pairs. A pair is left out if one of its ranks fails. What that rank raised is added to
+    ``membership.errors`` under the name ``step``.
     """
     peer_of = {}  # {rank: the other rank of its pair}
     for first, second in pairs:
@@ -298,7 +307,7 @@ def try_pairs(membership: Membership, step: str, pairs: list[tuple[int, int]]) -
 
     def exchange_with_peer() -> Trial | None:
         if membership.rank not in peer_of:
-            return None  # of an odd number of members, one has no peer
+            return None  # One member of an odd number has no peer.
         peer_in_group = membership.members.index(peer_of[membership.rank])
         return trials.try_link(peer_in_group, membership.device)
 
@@ -315,7 +324,7 @@ def try_pairs(membership: Membership, step: str, pairs: list[tuple[int, int]]) -
 
 
 def worse_of(first: Trial, second: Trial) -> Trial:
-    """The trial of a link, from those of its two ranks: it is as good as the rank sees it that sees it worse."""
+    """The trial of a link from the trials of its two ranks: of each measurement, the worse one."""
     return Trial(
         right=first.right and second.right,
         seconds=max(first.seconds, second.seconds),
@@ -324,13 +333,14 @@ def worse_of(first: Trial, second: Trial) -> Trial:
 
 
 def try_plan(membership: Membership, plan: Plan, hosts: list[str]) -> dict[int, Speeds | None]:
-    """Try how fast each rank is in what the plan counts on: {rank: its speeds}.
+    """Measure on each rank the speeds that the plan counts on. Returns {rank: its speeds}.
 
-    ``hosts`` has the name of each member's host, in order.
+    ``hosts`` has the name of each member's host, in order. Without a process group nothing is measured.
     """
     if not membership.backend:
         return {}
-    return membership.attempt("what the plan counts on", lambda: trials.try_plan(plan.dtype, hosts, membership.device))
+    measure_speeds = partial(trials.try_plan, plan.dtype, hosts, membership.device)
+    return membership.attempt("what the plan counts on", measure_speeds)
 
 
 # --- without a launcher -----------------------------------------------------------------------------------------------
@@ -339,12 +349,12 @@ def try_plan(membership: Membership, plan: Plan, hosts: list[str]) -> dict[int, 
 def start_local(nproc: int | None, flags: list[str]) -> int:
     """Start the doctor with these flags on ``nproc`` ranks of this machine, as torchrun would.
 
-    For None there are as many ranks as GPUs, or two on a machine without GPUs. Returns the exit status: 0, or 1 where a
-    rank failed.
+    If ``nproc`` is None, there are as many ranks as GPUs, or two on a machine without GPUs. Returns the exit status: 0,
+    or 1 if a rank failed.
     """
     if nproc is None:
         nproc = torch.cuda.device_count()
-    if nproc == 0:  # there are no GPUs
+    if nproc == 0:  # This machine has no GPU.
         nproc = 2
     set_defaults(nproc)
     # This process serves the store, as torchrun's agent does.
@@ -363,7 +373,7 @@ def start_local(nproc: int | None, flags: list[str]) -> int:
         ranks.append(processes.start(command, env=variables_of_rank))
     statuses = processes.wait(ranks)
     if any(statuses.values()):
-        return 1  # the rank that failed has said why
+        return 1  # The rank that failed has printed why.
     print("\nThat was this machine alone. On a cluster, start it in every rank:")
     print("  torchrun ... -m helpers doctor    or    srun python -m helpers doctor")
     return 0

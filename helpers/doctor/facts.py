@@ -13,10 +13,12 @@ import torch
 from helpers.doctor.driver import Health, health_of_gpu
 from helpers.doctor.membership import LaunchedRank, plain
 
+LOOPBACK = "127.0.0.1"
+
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rank knows about itself. It travels to the other ranks."""
+    """What a rank knows about itself. Each rank sends its facts to the others."""
 
     host: str
     port: int  # where the rank listens
@@ -51,25 +53,26 @@ class Interface:
 
 
 def choose_interface(device: torch.device, master_host: str) -> Interface:
-    """The network interface that the backend of this device will use, with its address.
+    """The network interface that gloo (for a CPU) or NCCL (for a GPU) will use, with its address.
 
-    Users name it in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME. If they do not, gloo takes the address of the host's own
-    name. NCCL ranks the interfaces by their kind; this function guesses that it takes the one that leads to the master.
+    If the user names one in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, it is that one. Otherwise gloo takes the address
+    of the host's own name, and NCCL ranks the interfaces by their kind. This function guesses that NCCL takes the one
+    that leads to the master.
     """
     variable = "GLOO_SOCKET_IFNAME"
     if device.type == "cuda":
         variable = "NCCL_SOCKET_IFNAME"
-    requested = os.environ.get(variable, "").split(",")[0].strip("=")  # NCCL reads also "=eth0,eth1"
+    first_requested = os.environ.get(variable, "").split(",")[0]
+    requested = first_requested.strip("=")  # NCCL also accepts "=eth0", for exactly this name.
     if requested:
         return requested_interface(requested)
-    address = address_of_own_name()
     if device.type == "cuda":
-        address = address_towards(master_host)
-    return interface_with(address)
+        return interface_with(address_towards(master_host))
+    return interface_with(address_of_own_name())
 
 
 def requested_interface(name: str) -> Interface:
-    """The interface that a user names. For NCCL the beginning of a name is enough: "eth" for eth0."""
+    """The interface that a user names, where the beginning of its name is enough, as for NCCL: "eth" for eth0."""
     addresses = addresses_by_interface()
     for known_name in sorted(addresses):
         if known_name.startswith(name):
@@ -78,7 +81,7 @@ def requested_interface(name: str) -> Interface:
 
 
 def interface_with(address: str) -> Interface:
-    """The interface that has this address, or its kind in words if no interface lists it."""
+    """The interface that has this address. If none lists it, the name is "loopback" or "no interface"."""
     for name, known_address in addresses_by_interface().items():
         if known_address == address:
             return Interface(name, address)
@@ -88,35 +91,36 @@ def interface_with(address: str) -> Interface:
 
 
 def addresses_by_interface() -> dict[str, str]:
-    """{interface: its address, IPv4 if it has one}, without the interfaces that have none."""
+    """{name of an interface: its IPv4 address, or its IPv6 address if it has no other}, of those with an address."""
     addresses = {}
     for name, entries in psutil.net_if_addrs().items():
-        internet = [(entry.family, entry.address) for entry in entries if entry.family != psutil.AF_LINK]
-        if internet:
-            _, address = min(internet)  # AF_INET sorts before AF_INET6
-            without_interface, _, _ = address.partition("%")  # "fe80::1" of "fe80::1%eth0"
-            addresses[name] = without_interface
+        ip_entries = [entry for entry in entries if entry.family != psutil.AF_LINK]  # without hardware addresses
+        if ip_entries:
+            # AF_INET, for IPv4, sorts before AF_INET6.
+            best_entry = min(ip_entries, key=lambda entry: (entry.family, entry.address))
+            address, _, _ = best_entry.address.partition("%")  # "fe80::1" of "fe80::1%eth0"
+            addresses[name] = address
     return addresses
 
 
 def address_towards(host: str) -> str:
-    """The address from which this host would send to another one, or the loopback if that one is not known."""
-    any_port = 9  # nothing is sent there: a datagram socket that connects only chooses its own address
+    """The address from which this host would send to another host, or the loopback if that host is not known."""
+    any_port = 9  # Nothing is sent there: connecting a datagram socket only chooses the address to send from.
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, any_port))
             own_address, _ = probe.getsockname()
             return own_address
     except OSError:
-        return "127.0.0.1"
+        return LOOPBACK
 
 
 def address_of_own_name() -> str:
-    """The address of this host's name, or the loopback, which gloo falls back on too."""
+    """The address of this host's name. If the name has none it is the loopback, to which gloo falls back, too."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
-        return "127.0.0.1"
+        return LOOPBACK
 
 
 def has_code_for(capability: tuple[int, int], architectures: list[str]) -> bool:
@@ -145,7 +149,7 @@ def has_code_for(capability: tuple[int, int], architectures: list[str]) -> bool:
 
 
 def facts_of_rank(launched: LaunchedRank, port: int, backend: str | None) -> Facts:
-    """What this rank knows about itself, for the other ranks.
+    """Collect what this rank knows about itself, for the other ranks.
 
     ``port`` is where it listens for their connections. ``backend`` is "gloo" to leave the GPUs out.
     """
@@ -173,7 +177,7 @@ def facts_of_rank(launched: LaunchedRank, port: int, backend: str | None) -> Fac
 
 
 def device_of_rank(launched: LaunchedRank, backend: str | None) -> torch.device:
-    """The GPU with the rank's local number, as a script takes it under torchrun; the CPU without GPUs or on "gloo"."""
+    """The GPU with the rank's local number, as scripts take it under torchrun; the CPU without GPUs or for "gloo"."""
     gpu_count = torch.cuda.device_count()
     if gpu_count == 0 or backend == "gloo":
         return torch.device("cpu")
@@ -181,16 +185,16 @@ def device_of_rank(launched: LaunchedRank, backend: str | None) -> torch.device:
 
 
 def with_facts_of_gpu(facts: Facts, device: torch.device) -> Facts:
-    """The facts with those of the rank's GPU, as the driver and this build of PyTorch know it.
+    """Add to a rank's facts those about its GPU, which come from the driver and from this build of PyTorch.
 
-    If the driver does not answer, they have its error instead.
+    If the driver does not answer, its error is added instead.
     """
     try:
         gpu = torch.cuda.get_device_properties(device)
     except RuntimeError as error:
         return replace(facts, gpu_error=plain(error))
     unsupported = ""
-    is_cuda_build = bool(torch.version.cuda)  # a build for ROCm has other architectures
+    is_cuda_build = bool(torch.version.cuda)  # A build for ROCm has architectures of other names.
     if is_cuda_build:
         architectures = torch.cuda.get_arch_list()
         if architectures and not has_code_for((gpu.major, gpu.minor), architectures):

@@ -13,12 +13,12 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True)
 class Findings:
-    """What ``examine`` found. A dict by rank leaves out the ranks that did not answer."""
+    """What ``examine`` found. Dictionaries by rank leave out the ranks that did not answer."""
 
     world_size: int
     timeout: float  # seconds
     store_address: str  # HOST:PORT
-    backend: str  # on which everything was to be tried
+    backend: str  # the backend on which the trials began, "nccl" or "gloo"
     device: str  # cpu or cuda
     facts: dict[int, Facts]  # of all ranks that took part in the roll call
     members: list[int]  # the ranks that still answered at the end
@@ -26,16 +26,17 @@ class Findings:
     errors: dict[str, dict[int, str]] = field(default_factory=dict)  # {step: {rank: what it raised}}
     unreachable: dict[int, dict[int, str]] = field(default_factory=dict)  # {rank: {rank it cannot connect to: why}}
     clock_offsets: dict[int, float] = field(default_factory=dict)  # {rank: seconds ahead of the first rank's clock}
-    collectives: dict[str, dict[int, Trial | None]] = field(default_factory=dict)  # None where the collective raised
-    links: dict[tuple[int, int], Trial] = field(default_factory=dict)  # {(lower rank, higher rank): ...}
+    # {collective: {rank: its trial, or None where the collective raised}}
+    collectives: dict[str, dict[int, Trial | None]] = field(default_factory=dict)
+    links: dict[tuple[int, int], Trial] = field(default_factory=dict)  # {(lower rank, higher rank): trial of the link}
     compute_speeds: dict[int, float | None] = field(default_factory=dict)  # {rank: FLOP/s of its own matrix product}
-    plan_speeds: dict[int, Speeds | None] = field(default_factory=dict)  # what a plan counts on
+    plan_speeds: dict[int, Speeds | None] = field(default_factory=dict)  # {rank: the speeds that a plan counts on}
 
     @property
     def hosts(self) -> list[str]:
         """The name of each host, once, in the order of ranks."""
         names = [facts.host for facts in self.facts.values()]
-        return list(dict.fromkeys(names))  # the keys of a dictionary are different, and keep their order
+        return list(dict.fromkeys(names))  # A dictionary keeps one of equal keys, and their order.
 
     def host(self, rank: int) -> str:
         """The name of the rank's host."""
@@ -44,7 +45,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Slowest(Generic[Key]):
-    """The slowest of several: a rank or a pair of ranks, its speed, and the median of all."""
+    """The slowest of several ranks or pairs of ranks."""
 
     key: Key  # the rank, or the pair of ranks
     speed: float
@@ -52,9 +53,9 @@ class Slowest(Generic[Key]):
 
 
 def slowest(speeds: Mapping[Key, float | None]) -> Slowest[Key] | None:
-    """The slowest of {a rank or a pair of ranks: its speed, or None where it is not known}.
+    """Find the slowest of {a rank or a pair of ranks: its speed, or None if it is not known}.
 
-    None if fewer than two speeds are known, because then there is nothing to compare with.
+    Returns None if fewer than two speeds are known, because then there is nothing to compare with.
     """
     known = {key: speed for key, speed in speeds.items() if speed}
     if len(known) < 2:

@@ -1,6 +1,7 @@
 """How the doctor's ranks find each other, agree on what they saw, and go on without a rank that is lost.
 
-They agree through a store, never through the process group that they examine. torchrun or rank 0 serves the store.
+They exchange what they saw through a store (c10d's TCPStore), and never through the process group that they examine,
+because that may be broken. torchrun or rank 0 serves the store.
 """
 
 import contextlib
@@ -17,14 +18,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-REPORT_SECONDS = 5  # A rank whose collective has timed out has so many seconds to tell the others.
+REPORT_SECONDS = 5  # how long a rank whose collective has timed out has to tell the others
 VARIABLES_UNDER_SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
 HIGHEST_PORT = 65535
+LONGEST_MESSAGE = 200  # characters of an error that are shown
 HOW_TO_START = "Start the ranks with torchrun or srun; for this machine alone, unset RANK, WORLD_SIZE and LOCAL_RANK."
 
 
 class MembershipError(Exception):
-    """This rank cannot take part; the message says why, and the next thing to try."""
+    """This rank cannot take part. The message says why, and the next thing to try."""
 
 
 # --- what the launcher says -------------------------------------------------------------------------------------------
@@ -42,15 +44,15 @@ class LaunchedRank:
 
 
 def read_launcher(environment: Mapping[str, str]) -> LaunchedRank | None:
-    """This rank's numbers and its store's address, from the environment variables that its launcher has set.
+    """Read this rank's numbers and the store's address from the environment variables that its launcher has set.
 
-    torchrun sets them under their usual names, and srun under its own. None where no launcher has started this process.
-    Raises ValueError if some of them are missing or wrong.
+    torchrun uses the usual names, such as RANK, and srun its own, such as SLURM_PROCID. Returns None if no launcher
+    started this process. Raises ValueError if a variable is missing or wrong.
     """
     variables = dict(environment)
     if is_task_of_step(variables) and not variables.get("RANK"):
         variables |= variables_from_slurm(variables)
-    # People export MASTER_ADDR in their shells, so it alone does not mean that there is a launcher.
+    # Some people export MASTER_ADDR in their shells, so that variable alone does not show a launcher.
     has_launcher = any(variables.get(name) for name in VARIABLES_UNDER_SLURM)
     if not has_launcher:
         return None
@@ -75,12 +77,15 @@ def read_launcher(environment: Mapping[str, str]) -> LaunchedRank | None:
 
 
 def is_task_of_step(variables: Mapping[str, str]) -> bool:
-    """Whether srun started this process as one of several tasks. A single task may be a shell, which is no launcher."""
+    """Whether srun started this process as one of several tasks. A single task does not count: it may be a shell."""
     return "SLURM_STEP_ID" in variables and variables.get("SLURM_STEP_NUM_TASKS", "1") != "1"
 
 
 def variables_from_slurm(variables: Mapping[str, str]) -> dict[str, str]:
-    """torchrun's variables for a task of srun. An address and a port that the user has set stay as they are."""
+    """torchrun's variables, such as RANK, for a task of srun, from Slurm's variables.
+
+    MASTER_ADDR and MASTER_PORT are left out if the user has set them.
+    """
     translated = {name: variables[slurm_name] for name, slurm_name in VARIABLES_UNDER_SLURM.items()}
     if "MASTER_ADDR" not in variables:
         translated["MASTER_ADDR"] = first_host(variables["SLURM_STEP_NODELIST"])
@@ -92,10 +97,11 @@ def variables_from_slurm(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a Slurm node list: gpu03 for ``gpu[03-05,9]``, rack1-node3 for ``rack[1-2]-node[3-4]``."""
-    comma_outside_brackets = r",(?![^\[]*\])"
-    first_entry = re.split(comma_outside_brackets, nodes)[0]
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first_entry)  # of each pair of brackets the first number
+    """The first host of a Slurm node list: gpu03 for ``gpu[03-05,9],cpu1``, rack1-node3 for ``rack[1-2]-node[3-4]``."""
+    comma_outside_brackets = r",(?![^\[]*\])"  # in "gpu[03-05,9],cpu1" the second comma
+    first_entry = re.split(comma_outside_brackets, nodes)[0]  # "gpu[03-05,9]"
+    brackets = r"\[(\w+)[^\]]*\]"  # "[03-05,9]", of which the group is "03"
+    return re.sub(brackets, r"\1", first_entry)
 
 
 # --- the store --------------------------------------------------------------------------------------------------------
@@ -107,7 +113,7 @@ def serves_store(launched: LaunchedRank) -> bool:
 
 
 def open_store(launched: LaunchedRank, timeout: float) -> dist.Store:
-    """Connect to the store through which the ranks exchange their answers, or serve it, if this rank has to.
+    """Connect to the store through which the ranks exchange their answers, and serve it if that is this rank's task.
 
     Raises MembershipError if there is no connection within ``timeout`` seconds.
     """
@@ -115,7 +121,7 @@ def open_store(launched: LaunchedRank, timeout: float) -> dist.Store:
     port = launched.port
     is_server = serves_store(launched)
     try:
-        socket.getaddrinfo(host, port)  # TCPStore would try a name without an address until its timeout.
+        socket.getaddrinfo(host, port)  # TCPStore would retry a name without an address until its timeout.
     except socket.gaierror:
         raise MembershipError(
             f"The host name {host} has no address here. Try getent hosts, or give an address in MASTER_ADDR."
@@ -138,21 +144,24 @@ def open_store(launched: LaunchedRank, timeout: float) -> dist.Store:
                 f"is between. Try from here: nc -vz {host} {port}"
             )
         raise MembershipError(problem) from None
-    # After a restart torchrun's store still has the keys of the attempt before.
+    # After a restart, torchrun's store still has the keys of the previous attempt, so each attempt has its own prefix.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"doctor/{attempt}", store)
 
 
 def plain(error: Exception) -> str:
-    """An exception's message as part of a sentence: its first line, without the C++ file and line before it."""
+    """An exception's message as part of a sentence: its first line, without a full stop or places in C++ files.
+
+    "[/build/gloo/pair.cc:42] out of order." becomes "out of order". Without a message it is the exception's name.
+    """
     lines = [line for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
-    longest = 200  # characters
-    in_brackets = r"\[[^\]]*:\d+\]:?"  # "[socket.cpp:1024]"
-    bare = r"\S*/\S+:\d+:?"  # "/torch/csrc/distributed/c10d/TCPStore.cpp:83"
-    text = re.sub(f"{in_brackets}|{bare}", "", lines[0])
-    return " ".join(text.split()).rstrip(".")[:longest]
+    place_in_brackets = r"\[[^\]]*:\d+\]:?"  # "[socket.cpp:1024]"
+    bare_place = r"\S*/\S+:\d+:?"  # "/torch/csrc/distributed/c10d/TCPStore.cpp:83"
+    text = re.sub(f"{place_in_brackets}|{bare_place}", "", lines[0])
+    text = " ".join(text.split()).rstrip(".")
+    return text[:LONGEST_MESSAGE]
 
 
 # --- the members ------------------------------------------------------------------------------------------------------
@@ -160,17 +169,17 @@ def plain(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What became of some work on all members."""
+    """What a piece of work returned or raised on each member."""
 
-    values: dict[int, Any]  # by rank; None where the work raised
-    errors: dict[int, str]  # of the ranks where it raised
+    values: dict[int, Any]  # {rank: what it returned, or None where it raised}
+    errors: dict[int, str]  # {rank where it raised: the error}
 
 
 class Membership:
     """The members, which are the ranks that still answer, as one of them knows them.
 
-    Each rank has such an object, and calls the same methods in the same order. No rank leads: what the ranks decide
-    together, they decide by what is in the store. So a step goes on without a rank that has died or hangs.
+    Each rank has such an object, and all ranks call the same methods in the same order. No rank leads the others: they
+    decide together by what is in the store, so a step goes on without a rank that has died or hangs.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: float) -> None:
@@ -186,10 +195,10 @@ class Membership:
         self.groups_started = 0
 
     def wait_for(self, keys: list[str], seconds: float) -> bool:
-        """Wait for the store's keys at most so many seconds; return whether all of them are there."""
-        at_least = 0.5  # seconds: also who has no patience left lets the store answer
+        """Wait at most so many seconds for keys of the store, and return whether all of them are there."""
+        fewest_seconds = 0.5  # The store needs some time to answer, even if nothing has to be waited for.
         try:
-            self.store.wait(keys, timedelta(seconds=max(at_least, seconds)))
+            self.store.wait(keys, timedelta(seconds=max(fewest_seconds, seconds)))
         except dist.DistError:
             return False
         return True
@@ -197,15 +206,15 @@ class Membership:
     def gather(self, step: str, answer: Any, patience: float | None = None) -> dict[int, Any]:
         """Exchange answers: give this rank's to all members, and return {rank: answer} of all, the same on every rank.
 
-        ``step`` is a name for the exchange, which no other one has. The exchange ends when the last member has
-        answered, or when the first of those that wait has waited ``patience`` seconds. A member that has not answered
-        by then is lost: the others go on without it, and on that member itself this raises MembershipError.
+        ``step`` is a name for this exchange alone. The exchange ends when the last member has answered, or when a
+        member has waited ``patience`` seconds. A member that has not answered by then is lost: the others go on without
+        it, and on that member itself this raises MembershipError.
         """
         if patience is None:
             patience = self.timeout + REPORT_SECONDS
         key_of_all_answers = f"{step}/all"
         self.store.set(f"{step}/{self.rank}", pickle.dumps(answer))
-        number_of_answers = self.store.add(f"{step}/count", 1)  # with this rank's own
+        number_of_answers = self.store.add(f"{step}/count", 1)  # It includes this rank's own.
         is_last = number_of_answers == len(self.members)
         if is_last or not self.wait_for([key_of_all_answers], patience):
             self.close_exchange(step, key_of_all_answers)
@@ -222,8 +231,8 @@ class Membership:
     def close_exchange(self, step: str, key_of_all_answers: str) -> None:
         """Decide which answers count: those that are in the store now, unless another rank has decided already.
 
-        Several ranks may get here at a time, and see different answers. compare_set writes only where there is no value
-        yet, so the first of them decides for all, and the ranks cannot disagree about who is lost.
+        Several ranks may get here at the same time and see different answers. compare_set writes only if the key has no
+        value yet, so the first rank decides for all, and they cannot disagree about who is lost.
         """
         answered = [rank for rank in self.members if self.store.check([f"{step}/{rank}"])]
         answers_seen_here = {rank: pickle.loads(self.store.get(f"{step}/{rank}")) for rank in answered}
@@ -231,13 +240,14 @@ class Membership:
         self.store.compare_set(key_of_all_answers, no_value, pickle.dumps(answers_seen_here))
 
     def outcomes(self, step: str, work: Callable[[], Any]) -> Outcomes:
-        """Call ``work`` on all members, and return on each what it returned or raised on all of them.
+        """Call ``work`` on all members, and return on each of them what it returned or raised on all.
 
-        ``step`` is a name for the work, which no other one has.
+        ``step`` is a name for this work alone.
         """
         value = None
         error = None
-        # Some hangs end by no timeout of torch. Then this process prints where it hangs and ends, and its peers go on.
+        # No timeout of torch ends some hangs. faulthandler then prints where this process hangs and ends it, and the
+        # other ranks go on without it.
         faulthandler.dump_traceback_later(2 * self.timeout + REPORT_SECONDS, exit=True)
         try:
             value = work()
@@ -251,11 +261,11 @@ class Membership:
         return Outcomes(values, errors)
 
     def attempt(self, step: str, work: Callable[[], Any]) -> dict[int, Any]:
-        """Call ``work`` on all members, and go on even if it raises somewhere, or a member is lost meanwhile.
+        """Call ``work`` on all members, and go on even if it raises an error somewhere or a member is lost.
 
-        Returns {rank: what the work returned there, or None where it raised}. Errors are kept in ``self.errors`` under
-        the name ``step``. After an error, or the loss of a member, the process group is replaced by a new one, because
-        its connections may be broken.
+        Returns {rank: what the work returned there, or None where it raised}. Errors are added to ``self.errors`` under
+        the name ``step``. After an error or the loss of a member, a new process group replaces the old one, whose
+        connections may be broken.
         """
         members_before = self.members
         outcomes = self.outcomes(step, work)
@@ -268,10 +278,10 @@ class Membership:
         return outcomes.values
 
     def start_group(self) -> None:
-        """Start the default process group among the members, on gloo if NCCL fails.
+        """Start the default process group among the members: on ``self.backend``, and on gloo if NCCL fails.
 
-        If gloo fails, too, ``self.backend`` is "" afterwards, and there is no group. If a member is lost meanwhile, the
-        others start once more, on the same backend.
+        If gloo fails, too, there is no group, and ``self.backend`` is "" afterwards. If a member is lost during the
+        start, the others start again on the same backend.
         """
         while self.backend:
             self.groups_started += 1
@@ -286,7 +296,7 @@ class Membership:
             self.use_next_backend()
 
     def use_next_backend(self) -> None:
-        """Go from NCCL to gloo, which has its tensors on the CPU, and from gloo to none."""
+        """Change from NCCL to gloo, whose tensors are on the CPU, or from gloo to no backend."""
         self.device = torch.device("cpu")
         if self.backend == "nccl":
             self.backend = "gloo"
@@ -294,8 +304,8 @@ class Membership:
             self.backend = ""
 
     def replace_group(self) -> None:
-        """Start a process group among the members, in place of the one before."""
-        with contextlib.suppress(Exception):  # there is no group at first, and a broken one may not end well
+        """End the process group, if there is one, and start a new one among the members."""
+        with contextlib.suppress(Exception):  # The first time there is no group, and a broken group may raise anything.
             dist.destroy_process_group()
         bound_device = None
         if self.device.type == "cuda":

@@ -1,16 +1,18 @@
-"""``python -m helpers nccl-log``: what the logs of a slow or hanging job say, by the functions of the page on NCCL.
+"""``python -m helpers nccl-log``: what the logs of a slow or hanging job say about NCCL.
 
-The functions stay on the page, where each is explained and tested. So the command reads them from its notebook.
+The functions that read the logs are in the notebook of the page on NCCL, where each is explained and tested. So the
+command takes them from there.
 """
 
 import argparse
 import sys
-from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 PAGE = "14b"
-READERS = ("who_lags", "transports", "advice")  # each takes the text of a log, and raises ValueError if it reads none
+# Functions of the page. Each takes the text of a log, and raises ValueError if the log has no lines that it can read.
+READERS = ("who_lags", "transports", "advice")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,14 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print what the logs say; return the exit status: 1 if no function of the page can read them."""
-    log = "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in arguments.logs)
-    functions = functions_of(PAGE, READERS)
-    found = {
-        "who waits": attempt(lambda: words_of_answer(functions["who_lags"](log, arguments.group))),
-        "paths": attempt(lambda: words_of_paths(functions["transports"](log))),
-        "advice": attempt(lambda: functions["advice"](log)),
-    }
+    """Print what the logs say. Returns the exit status: 1 if no function of the page can read them."""
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in arguments.logs]
+    found = read_log("\n".join(texts), arguments.group)
     for title, lines in found.items():
         if lines is None:
             print(f"{title}: these logs have no such lines")
@@ -42,21 +39,35 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def attempt(read: Callable[[], list[str]]) -> list[str] | None:
-    """What a function reads in the logs, or None if it refuses them."""
-    try:
-        return read()
-    except ValueError:
-        return None
+def read_log(log: str, group: str) -> dict[str, list[str] | None]:
+    """Read a log by the functions of the page: {title: the lines to print, or None if the log has no such lines}.
+
+    ``group`` is the name that the log has for the process group that waits, such as "0".
+    """
+    functions = functions_of(PAGE, READERS)
+    found: dict[str, list[str] | None] = {"who waits": None, "paths": None, "advice": None}
+    with suppress(ValueError):
+        found["who waits"] = lines_about_waiting(functions["who_lags"](log, group))
+    with suppress(ValueError):
+        found["paths"] = lines_about_paths(functions["transports"](log))
+    with suppress(ValueError):
+        found["advice"] = functions["advice"](log)
+    return found
 
 
-def words_of_answer(answer: Any) -> list[str]:
-    """The page's Answer as lines: why the ranks wait, then what is known of each rank that matters."""
-    return [answer.why, *(f"rank {rank}: {known}" for rank, known in sorted(answer.ranks.items()))]
+def lines_about_waiting(answer: Any) -> list[str]:
+    """What ``who_lags`` answers, as lines: why the ranks wait, then what is known about each rank that matters."""
+    lines = [answer.why]
+    for rank, known in sorted(answer.ranks.items()):
+        lines.append(f"rank {rank}: {known}")
+    return lines
 
 
-def words_of_paths(paths: dict[tuple[int, int], set[str]]) -> list[str]:
-    """A line for each connection between two ranks."""
+def lines_about_paths(paths: dict[tuple[int, int], set[str]]) -> list[str]:
+    """What ``transports`` returns, a line for each connection between two ranks, such as "0 -> 1: P2P/CUMEM".
+
+    paths: {(sending rank, receiving rank): names of transports}.
+    """
     lines = []
     for (sender, receiver), names in sorted(paths.items()):
         lines.append(f"{sender} -> {receiver}: {', '.join(sorted(names))}")
@@ -64,9 +75,9 @@ def words_of_paths(paths: dict[tuple[int, int], set[str]]) -> list[str]:
 
 
 def functions_of(page: str, names: tuple[str, ...]) -> dict[str, Any]:
-    """{name: function} of a page's notebook, executed without the rest of the page.
+    """Take functions out of a page's notebook without running the rest of the page: {name: function}.
 
-    Only the definitions, constants and imports that these functions use are executed. page: a number such as 10b.
+    Only the definitions, constants and imports that the functions use are executed. page: its number, such as "10b".
     """
     # The package export needs nbformat, which a cluster's environment for the doctor may lack.
     from helpers.export.chapters import find_notebook
@@ -76,11 +87,11 @@ def functions_of(page: str, names: tuple[str, ...]) -> dict[str, Any]:
     statements: list[Statement] = []
     for cell in read_notebook(find_notebook(page)).cells:
         if cell.cell_type == "code":
-            python = "\n".join(line for line in cell.source.splitlines() if not line.startswith("%"))
-            statements += split(python)
+            lines_of_python = [line for line in cell.source.splitlines() if not line.startswith("%")]  # no magics
+            statements += split("\n".join(lines_of_python))
     needed = set(names)
     used: list[Statement] = []
-    for statement in reversed(statements):  # A name's last binding above its use is what the function sees.
+    for statement in reversed(statements):  # from the end, because a name's last definition above its use counts
         if statement.binds & needed:
             used.insert(0, statement)
             needed |= statement.reads

@@ -1,4 +1,7 @@
-"""The doctor reads a plan: does this cluster have what the plan counts on? Needs the plan's JSON, not the planner."""
+"""Compare a plan with a cluster: does the cluster have what the plan counts on?
+
+The plan is read as JSON, so the planner itself is not needed here.
+"""
 
 import json
 import math
@@ -10,8 +13,8 @@ from typing import Any
 from helpers.doctor.findings import Findings
 from helpers.doctor.problems import Problem, three_digits
 
-# A data sheet's speed is not reached: large matrix products and all-reduces get some 0.75 of it, those of the doctor's
-# sizes less. Below half of it, something other than the size is behind it.
+# The share of a data sheet's speed that is enough. Large matrix products and all-reduces reach about 0.75 of it, and
+# those of the doctor's sizes less. Below a half, something other than their size is the cause.
 ENOUGH_OF_A_SPEED = 0.5
 
 
@@ -19,11 +22,11 @@ ENOUGH_OF_A_SPEED = 0.5
 class Need:
     """A number that a plan counts on."""
 
-    name: str  # what it is a number of, as a key of ``numbers_of``
-    planned: float  # in base units
-    unit: str = ""  # in which it is printed
-    unit_size: float = 1.0  # how many base units that is
-    enough: float = 1.0  # the share of the planned number that will do
+    name: str  # a key of ``numbers_of``, such as "ranks" or "memory"
+    planned: float  # in base units, such as bytes
+    unit: str = ""  # the unit in which it is printed, such as "GB"
+    unit_size: float = 1.0  # how many base units one such unit has
+    enough: float = 1.0  # the share of the planned number that is enough
 
 
 @dataclass(frozen=True)
@@ -37,17 +40,17 @@ class Plan:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A line about something that the plan counts on, and the problem where the cluster has less of it."""
+    """A line about something that the plan counts on, and a problem if the cluster has less of it."""
 
     line: str
     problem: Problem | None = None
 
 
 def read_plan(path: str) -> Plan:
-    """What the plan in this file counts on. Raises ValueError for a file that is missing, or that holds no plan."""
+    """Read what a plan counts on from its file. Raises ValueError if the file is missing or holds no plan."""
     try:
         return plan_in(json.loads(Path(path).read_text()))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # any JSON may be in the file
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # The file may hold any JSON.
         raise ValueError(
             f"{path} holds no plan ({type(error).__name__}: {error}).\n"
             f"Write one: python -m helpers plan MODEL CLUSTER --layout dp=8 --json > {path}"
@@ -57,7 +60,7 @@ def read_plan(path: str) -> Plan:
 def plan_in(tables: dict[str, Any]) -> Plan:
     """What a plan counts on, from the tables that ``plan --json`` prints: model, cluster, layout and memory.
 
-    Where something is missing from them, or has another type, it raises what Python raises for that.
+    Raises LookupError, TypeError or the like if something is missing or has another type.
     """
     cluster = tables["cluster"]
     layout = tables["layout"]
@@ -92,10 +95,10 @@ def compare(findings: Findings, plan: Plan) -> Iterator[Comparison]:
 
 
 def numbers_of(findings: Findings) -> dict[str, dict[int | None, float]]:
-    """What the cluster has of each thing that a plan may need: {its name: {rank: number in base units}}.
+    """How much the cluster has of each thing that a plan may need: {its name: {rank: number in base units}}.
 
-    For example {"ranks": {None: 2}, "memory": {0: 80e9, 1: 80e9}, …}. What the whole cluster has, such as ranks, is
-    under the key None in place of a rank.
+    For example {"ranks": {None: 2}, "memory": {0: 80e9, 1: 80e9}, …}. A number of the whole cluster, such as that of
+    its ranks, has the key None in place of a rank.
     """
     hosts = [facts.host for facts in findings.facts.values()]
     memory: dict[int | None, float] = {}
@@ -103,7 +106,7 @@ def numbers_of(findings: Findings) -> dict[str, dict[int | None, float]]:
         if facts.gpu_id:
             memory[rank] = float(facts.device_memory)
         else:
-            ranks_on_host = hosts.count(facts.host)  # they share the host's memory
+            ranks_on_host = hosts.count(facts.host)  # These share the host's memory.
             memory[rank] = facts.device_memory / ranks_on_host
 
     matmul: dict[int | None, float] = {}
@@ -125,10 +128,10 @@ def numbers_of(findings: Findings) -> dict[str, dict[int | None, float]]:
 
 
 def compare_least(need: Need, number_of_rank: dict[int | None, float]) -> Comparison:
-    """Compare what the plan needs of one thing with what the rank has that has least of it.
+    """Compare what the plan needs of one thing with the rank that has least of it.
 
-    ``number_of_rank`` is {rank: number}, or {None: number} for the whole cluster; 0 on a rank where it could not be
-    tried.
+    ``number_of_rank`` is {rank: number}, or {None: number} for the whole cluster. The number is 0 on a rank where it
+    could not be measured.
     """
     planned = three_digits(need.planned / need.unit_size)
     tried = {rank: number for rank, number in number_of_rank.items() if number > 0}

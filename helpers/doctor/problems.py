@@ -1,6 +1,6 @@
 """What is wrong with a cluster according to the findings, and the next thing to try for each problem.
 
-A function for each kind of problem yields a Problem for each case that is in the findings.
+There is a function for each kind of problem, which yields a Problem for each case that it sees in the findings.
 """
 
 from collections import defaultdict
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from helpers.doctor.findings import Findings, slowest
 
-CLOCK_TOLERANCE = 1.0  # seconds by which clocks may differ; c10d's rendezvous and every log compare them
-SLOW_RANK = 2  # A rank that computes so many times slower than the median is called slow.
-SLOW_LINK = 4  # A link that has so many times less bandwidth than the median is called slow.
+CLOCK_TOLERANCE = 1.0  # seconds by which the hosts' clocks may differ
+SLOW_RANK = 2  # A rank is called slow if it computes so many times slower than the median.
+SLOW_LINK = 4  # A link is called slow if it has so many times less bandwidth than the median.
 LITTLE_SHARED_MEMORY = 1e9  # bytes
 
 LOOK_AT_GPU = "Look there: nvidia-smi; CUDA_VISIBLE_DEVICES; python -c 'import torch; print(torch.cuda.is_available())'"
@@ -23,14 +23,14 @@ LOOK_AT_BACKEND = {
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong or slow, and what to try next; each is a sentence."""
+    """What is wrong or slow, and what to try next, in a sentence each."""
 
     text: str
     remedy: str
 
 
 def problems(findings: Findings) -> list[Problem]:
-    """What is wrong, in the order in which to look at it: what comes first may be the cause of what follows."""
+    """What is wrong, in the order in which to look at it, because the first problems may be the cause of later ones."""
     found = [
         *missing_ranks(findings),
         *different_versions(findings),
@@ -47,10 +47,13 @@ def problems(findings: Findings) -> list[Problem]:
 
 
 def notes(findings: Findings) -> list[Problem]:
-    """What is not wrong, but may explain why training is slow. On NCCL most of it counts as wrong."""
+    """What is not wrong but may explain why training is slow.
+
+    Scarce memory and slow links are notes on gloo only; on NCCL they are problems.
+    """
     if findings.backend == "nccl":
         return [*gpus_with_warnings(findings), *slow_ranks(findings)]
-    # On gloo the speed of a link depends on how busy the cores are, so a slow one need not be a fault.
+    # On gloo the speed of a link depends on how busy the cores are, so a slow link need not be a fault.
     return [*gpus_with_warnings(findings), *scarce_memory(findings), *slow_links(findings), *slow_ranks(findings)]
 
 
@@ -91,7 +94,7 @@ def three_digits(number: float) -> str:
 
 
 def at_start(text: str) -> str:
-    """A text as the beginning of a sentence."""
+    """A text with its first letter in upper case, to begin a sentence."""
     return text[:1].upper() + text[1:]
 
 
@@ -101,7 +104,7 @@ def at_start(text: str) -> str:
 def missing_ranks(findings: Findings) -> Iterator[Problem]:
     """Ranks that never answered, and ranks that stopped answering at a later step.
 
-    In the step "roll call", the first one, each rank says that it is there.
+    The first step is the roll call, in which each rank says that it is there.
     """
     never_came = [rank for rank, step in findings.lost.items() if step == "roll call"]
     if never_came:
@@ -118,15 +121,15 @@ def missing_ranks(findings: Findings) -> Iterator[Problem]:
 
 
 def different_versions(findings: Findings) -> Iterator[Problem]:
-    """Programs of which the ranks have different versions, which may not understand each other."""
+    """Programs of which the ranks have different versions, because these may not understand each other."""
     for program in ("python", "torch", "NCCL"):
         ranks_by_version = defaultdict(list)
         for rank, facts in findings.facts.items():
             ranks_by_version[facts.versions[program] or "none"].append(rank)
         if len(ranks_by_version) > 1:
-            versions = "; ".join(f"{version} on {ranks(group)}" for version, group in ranks_by_version.items())
+            versions = [f"{version} on {ranks(group)}" for version, group in ranks_by_version.items()]
             yield Problem(
-                f"The ranks differ in {program}: {versions}.",
+                f"The ranks differ in {program}: {'; '.join(versions)}.",
                 "Activate one and the same environment on every node.",
             )
 
@@ -156,7 +159,7 @@ def broken_gpus(findings: Findings) -> Iterator[Problem]:
 def gpus_with_warnings(findings: Findings) -> Iterator[Problem]:
     """GPUs whose clocks are slowed down, and GPUs that had a bad Xid since their host booted.
 
-    The Xid may be older than the GPU's last reset, so it is a note.
+    These are notes, not problems: for example, the Xid may be older than the GPU's last reset.
     """
     for rank, facts in findings.facts.items():
         if facts.health is None:
@@ -216,21 +219,25 @@ def missing_addresses(findings: Findings) -> Iterator[Problem]:
 
 
 def ranks_on_loopback(findings: Findings) -> list[int]:
-    """The ranks that only their own host can reach, if there is another host."""
+    """The ranks that only their own host can reach. [] if there is no other host."""
     if len(findings.hosts) == 1:
         return []
-    loopback = ("127.", "::1")
-    return [rank for rank, facts in findings.facts.items() if facts.address and facts.address.startswith(loopback)]
+    result = []
+    for rank, facts in findings.facts.items():
+        address = facts.address or ""
+        if address.startswith(("127.", "::1")):
+            result.append(rank)
+    return result
 
 
 def closed_connections(findings: Findings) -> Iterator[Problem]:
-    """Ranks that cannot connect to others: one problem for all that fail with the same host for the same reason.
+    """Ranks that cannot connect to others: one problem for all that fail to reach the same host for the same reason.
 
-    A rank on the loopback interface is left out, because ``missing_addresses`` says why nobody can connect to it.
+    Ranks on the loopback interface are left out, because ``missing_addresses`` says why nobody can connect to them.
     """
     on_loopback = ranks_on_loopback(findings)
-    sources_of = defaultdict(set)  # {(host, reason): the ranks that cannot connect to the host}
-    targets_of = defaultdict(set)  # {(host, reason): the ranks on the host to which they cannot connect}
+    sources_of = defaultdict(set)  # {(host, reason): ranks that cannot connect to the host for this reason}
+    targets_of = defaultdict(set)  # {(host, reason): ranks on the host to which they cannot connect}
     for source, reasons in findings.unreachable.items():
         for target, reason in reasons.items():
             if target not in on_loopback:
@@ -252,9 +259,10 @@ def wrong_clocks(findings: Findings) -> Iterator[Problem]:
     for rank, offset in findings.clock_offsets.items():
         if abs(offset) <= CLOCK_TOLERANCE:
             continue
-        difference = f"{abs(offset):.1f} s behind"
         if offset > 0:
             difference = f"{offset:.1f} s ahead of"
+        else:
+            difference = f"{-offset:.1f} s behind"
         yield Problem(
             f"The clock of rank {rank} on {findings.host(rank)} is {difference} the first rank's.",
             "Start chrony or another NTP client there: rendezvous and logs compare the hosts' clocks.",
@@ -265,16 +273,16 @@ def errors(findings: Findings) -> Iterator[Problem]:
     """Steps of the examination that raised an error, such as a collective: one problem for each step."""
     for step, error_by_rank in findings.errors.items():
         if step in findings.lost.values():
-            continue  # The error follows from the loss of a rank, which is a problem already.
+            continue  # A rank was lost in this step, which is a problem already and the cause of the error.
         ranks_by_error = defaultdict(list)
         for rank, error in error_by_rank.items():
             ranks_by_error[error].append(rank)
-        failures = "; ".join(f"on {ranks(group)}: {error}" for error, group in ranks_by_error.items())
-        yield Problem(f"{step} failed {failures}.", LOOK_AT_BACKEND[findings.backend])
+        failures = [f"on {ranks(group)}: {error}" for error, group in ranks_by_error.items()]
+        yield Problem(f"{step} failed {'; '.join(failures)}.", LOOK_AT_BACKEND[findings.backend])
 
 
 def wrong_results(findings: Findings) -> Iterator[Problem]:
-    """Collectives and links after which the data were not the expected ones, although no error was raised."""
+    """Collectives and links that delivered wrong data, although no error was raised."""
     for collective, trials in findings.collectives.items():
         # A rank where the collective raised an error has None as its trial.
         wrong_ranks = [rank for rank, trial in trials.items() if trial is not None and not trial.right]
@@ -317,7 +325,7 @@ def slow_ranks(findings: Findings) -> Iterator[Problem]:
 
 
 def slow_links(findings: Findings) -> Iterator[Problem]:
-    """The slowest link within a host and the slowest between hosts, each compared with its own kind."""
+    """The slowest link within a host and the slowest between hosts, each compared with links of the same kind."""
     speeds_within_hosts = {}  # {(lower rank, higher rank): bytes per second}
     speeds_between_hosts = {}
     for (first, second), link in findings.links.items():

@@ -15,6 +15,11 @@ from helpers.doctor.trials import Trial
 
 WIDTH = 80  # characters of a line
 MOST_RANKS_WITH_A_TABLE_OF_LINKS = 8  # A table of more does not fit a screen.
+# How many characters of a cell are shown in the table of ranks, so that its columns fit into the width.
+LONGEST_RANKS = 28
+LONGEST_HOST = 20
+LONGEST_DEVICE = 24
+LONGEST_INTERFACE = 28
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,7 @@ class Report:
 def report(findings: Findings, plan: Plan | None = None) -> Report:
     """What the doctor prints: tables of what it found, and then each problem with a remedy.
 
-    With a plan, there is also a comparison of what the plan counts on with what the cluster has.
+    If there is a plan, what it counts on is compared with what the cluster has.
     """
     all_problems = problems(findings)
     lines = [
@@ -88,26 +93,27 @@ def microseconds(seconds: float) -> str:
 
 
 def table_of_ranks(findings: Findings) -> list[str]:
-    """A table of the ranks' hosts, devices and interfaces; neighbouring ranks that share all three share a line."""
+    """A table of the ranks' hosts, devices and interfaces. Neighbouring ranks that share all three share a row."""
 
-    def host_device_interface(rank: int) -> tuple[str, str, str]:
-        """The cells that ranks may share, cut so that the columns fit into the width."""
+    def shared_cells(rank: int) -> list[str]:
+        """The host, device and interface of a rank: the cells that neighbouring ranks may share."""
         facts = findings.facts[rank]
         device = facts.gpu_model or facts.device
-        interface = f"{facts.interface} {facts.address or ''}"
-        return facts.host[:20], device[:24], interface[:28]
+        address = facts.address or ""
+        interface = f"{facts.interface} {address}"
+        return [facts.host[:LONGEST_HOST], device[:LONGEST_DEVICE], interface[:LONGEST_INTERFACE]]
 
     head = ["rank", "local", "host", "device", "interface"]
     rows = [head]
-    for shared_cells, ranks_that_share in groupby(sorted(findings.facts), host_device_interface):
+    for cells, ranks_that_share in groupby(sorted(findings.facts), key=shared_cells):
         ranks = list(ranks_that_share)
         local_ranks = sorted(findings.facts[rank].local_rank for rank in ranks)
-        rows.append([span(ranks)[:28], span(local_ranks)[:28], *shared_cells])
+        rows.append([span(ranks)[:LONGEST_RANKS], span(local_ranks)[:LONGEST_RANKS], *cells])
     return aligned(rows, left=range(len(head)))
 
 
 def summary(findings: Findings) -> list[str]:
-    """The lines between the tables, each about one thing that was looked at: ``clocks    less than 1 ms apart``."""
+    """The lines between the tables. Each is about one thing that was examined: ``clocks    less than 1 ms apart``."""
     return [
         *lines_about_hosts(findings),
         *lines_about_drivers(findings),
@@ -132,22 +138,27 @@ def lines_about_hosts(findings: Findings) -> Iterator[str]:
 
 
 def lines_about_drivers(findings: Findings) -> Iterator[str]:
-    """Yields what the drivers could tell of the GPUs, and what could not be read. Nothing without GPUs."""
+    """Yields what the drivers know about the GPUs, and what could not be read. Yields nothing without GPUs."""
     healths = [facts.health for facts in findings.facts.values() if facts.health is not None]
     if not healths:
         return
-    counts = [health.uncorrected_errors for health in healths if health.uncorrected_errors is not None]
+    error_counts = [health.uncorrected_errors for health in healths if health.uncorrected_errors is not None]
+    errors = sum(error_counts)
+    yield f"driver    uncorrected memory errors: {errors}, counted by {len(error_counts)} of {len(healths)} GPUs"
+
     slowed = [health for health in healths if health.slowdowns]
     with_xids = [health for health in healths if health.xids]
-    yield f"driver    uncorrected memory errors: {sum(counts)}, counted by {len(counts)} of {len(healths)} GPUs"
     yield f"          seen: {len(slowed)} GPUs slowed down, {len(with_xids)} with a bad Xid"
-    reasons = sorted({reason for health in healths for reason in health.not_read})
-    for reason in reasons:
+
+    not_read: set[str] = set()
+    for health in healths:
+        not_read.update(health.not_read)
+    for reason in sorted(not_read):
         yield f"          not read: {reason}"
 
 
 def lines_about_connections(findings: Findings) -> Iterator[str]:
-    """Yields how many ranks reach the store, how many TCP connections and links work, and how far clocks differ."""
+    """Yields how many ranks reach the store, how many TCP connections and links work, and how far the clocks differ."""
     answering = len(findings.facts)
     yield f"store     {findings.store_address}, reached by {answering} of {findings.world_size}"
 
@@ -169,18 +180,18 @@ def lines_about_connections(findings: Findings) -> Iterator[str]:
 
 
 def lines_about_slowest(findings: Findings) -> Iterator[str]:
-    """Yields the rank that computes most slowly, and the pair of ranks whose link is slowest, compared with the median.
+    """Yields the rank that computes most slowly, and the pair of ranks with the slowest link, beside the median.
 
-    Such as::
+    For example::
 
         slowest   rank 2 computes in 1.30 times the median
                   ranks 0 and 3: 1.25 GB/s, the median pair 2.50
 
-    ``slowest`` returns None where fewer than two speeds are known. Then the line is left out.
+    A line is left out if fewer than two speeds are known.
     """
     slowest_rank = slowest(findings.compute_speeds)
     if slowest_rank is not None:
-        # The line compares times. A rank of half the median speed needs twice the time.
+        # The line compares times: a rank with half the median speed needs twice the time.
         times_the_median_time = slowest_rank.median_speed / slowest_rank.speed
         yield f"slowest   rank {slowest_rank.key} computes in {times_the_median_time:.2f} times the median"
 
@@ -193,9 +204,9 @@ def lines_about_slowest(findings: Findings) -> Iterator[str]:
 
 
 def table_of_collectives(findings: Findings) -> list[str]:
-    """A table of each collective: right or not, latency in microseconds, bus bandwidth in GB/s.
+    """A table with a row for each collective: right or not, latency in microseconds, bus bandwidth in GB/s.
 
-    The bus bandwidth is that of nccl-tests, doc/PERFORMANCE.md: it does not depend on the number of ranks.
+    The bus bandwidth is defined by nccl-tests, doc/PERFORMANCE.md: it does not depend on the number of ranks.
     """
     if not findings.collectives:
         return ["no process group: no collective was tried"]
@@ -211,13 +222,14 @@ def table_of_collectives(findings: Findings) -> list[str]:
 def row_of_collective(name: str, trials: list[Trial | None], ranks: int) -> list[str]:
     """A row of the table of collectives: [name, right, latency, bus bandwidth], such as ["reduce", "yes", "80", "2.5"].
 
-    ``trials`` has a trial of each rank, or None for a rank where the collective raised.
+    ``trials`` has the trial of each rank, or None for a rank where the collective raised an error.
     """
     measured = [trial for trial in trials if trial is not None]
     raised_nowhere = len(measured) == len(trials)
-    right = "NO"
     if raised_nowhere and all(trial.right for trial in measured):
         right = "yes"
+    else:
+        right = "NO"
     communicates = ranks > 1
     if not measured or not communicates:
         return [name, right, "", ""]
@@ -229,20 +241,20 @@ def row_of_collective(name: str, trials: list[Trial | None], ranks: int) -> list
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """A collective's bus bandwidth divided by its algorithm bandwidth, which is its bytes divided by its time.
+    """How many times a collective's bytes each link has to carry (nccl-tests, doc/PERFORMANCE.md).
 
-    It is how many times its bytes each link has to carry (nccl-tests, doc/PERFORMANCE.md).
+    The bus bandwidth is this factor times the algorithm bandwidth, which is the collective's bytes divided by its time.
     """
     if collective in ("broadcast", "reduce"):
         return 1.0
-    share_of_the_others = (ranks - 1) / ranks  # a rank keeps its own part of the bytes
+    share_of_the_others = (ranks - 1) / ranks  # A rank does not send its own part of the bytes.
     if collective == "all_reduce":
-        return 2 * share_of_the_others  # it is a reduce-scatter and then an all-gather
+        return 2 * share_of_the_others  # It is a reduce-scatter and then an all-gather.
     return share_of_the_others
 
 
 def table_of_links(findings: Findings) -> list[str]:
-    """A table of every pair's bandwidth and latency; [] for one rank, and for more than fit a screen."""
+    """A table of every pair's bandwidth and latency. [] for a single rank, and for more ranks than fit a screen."""
     members = findings.members
     if not findings.links or len(members) > MOST_RANKS_WITH_A_TABLE_OF_LINKS:
         return []
@@ -261,8 +273,9 @@ def cell_of_link(findings: Findings, row_rank: int, column_rank: int) -> str:
     """
     if row_rank == column_rank:
         return "-"
-    pair = (min(row_rank, column_rank), max(row_rank, column_rank))
-    link = findings.links.get(pair)
+    lower_rank = min(row_rank, column_rank)
+    higher_rank = max(row_rank, column_rank)
+    link = findings.links.get((lower_rank, higher_rank))
     if link is None:
         return "none"
     is_above_diagonal = row_rank < column_rank

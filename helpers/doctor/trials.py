@@ -52,29 +52,30 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A communication that can be started again and again, and the result that it should have."""
+    """A communication that can be started again and again, and the result that it should have on this rank."""
 
-    start: Call  # It starts the communication, and returns the Work to wait for, or a list of them.
-    output: torch.Tensor | None  # The communication writes here; None on a rank that gets no result.
-    expected: torch.Tensor  # what should then be in ``output``
+    start: Call  # starts the communication, and returns a torch.distributed.Work to wait for, or a list of them
+    output: torch.Tensor | None  # where the communication writes its result; None on a rank that gets none
+    expected: torch.Tensor  # what should be in ``output`` afterwards
 
 
 def wait(works: Any) -> None:
-    """Wait for what ``Exchange.start`` has returned."""
+    """Wait until a communication has ended: ``works`` is what the function that started it returned."""
     if not isinstance(works, list):
         works = [works]
     for work in works:
-        if isinstance(work, dist.Work):  # A rank that has no part in a collective gets None.
+        if isinstance(work, dist.Work):  # It is None on a rank that takes no part in the collective.
             work.wait()
 
 
 def seconds_of(
     call: Call, rounds: int, device: torch.device, before_each_try: Call | None = None, tries: int = 3
 ) -> float:
-    """Seconds of one call: the mean over ``rounds`` calls in a row, in the fastest of several tries.
+    """Measure how many seconds one call takes.
 
-    ``call`` does its work before it returns, or starts a communication and returns what ``wait`` waits for.
-    ``before_each_try`` is called outside of the measured time, such as a barrier at which all ranks meet.
+    Each try makes ``rounds`` calls in a row, and the mean of the fastest try counts. ``call`` does its work before it
+    returns, or starts a communication and returns what ``wait`` waits for. ``before_each_try`` is called outside of the
+    measured time, for example a barrier at which all ranks meet.
     """
     synchronize = torch.get_device_module(device).synchronize
     seconds_of_tries = []
@@ -86,7 +87,7 @@ def seconds_of(
         for _ in range(rounds):
             works = call()
             if device.type == "cpu":
-                wait(works)  # A GPU's collectives follow each other on its stream, so the host need not wait.
+                wait(works)  # On a GPU the host need not wait, because collectives follow each other on its stream.
         synchronize()
         seconds = time.perf_counter() - start
         seconds_of_tries.append(seconds / rounds)
@@ -99,13 +100,13 @@ def try_exchange(
     """Check an exchange's result, and time it with little data for its latency and with much for its speed.
 
     ``prepare(numbers)`` makes the exchange of so many float32 numbers. ``before_each_try`` is called before each
-    measurement, such as a barrier.
+    measurement, for example a barrier.
     """
     small_exchange = prepare(SMALL)
     small_is_right = is_right(small_exchange)
     latency = seconds_of(small_exchange.start, rounds=5, device=device, before_each_try=before_each_try)
 
-    # Every rank has to try this one, too, even if it got a wrong result before: the others wait for it.
+    # A rank that got a wrong result goes on with this one, too, because the other ranks wait for it.
     large = LARGE[device.type]
     large_exchange = prepare(large)
     large_is_right = is_right(large_exchange)
@@ -119,7 +120,7 @@ def try_exchange(
 
 
 def is_right(exchange: Exchange) -> bool:
-    """Do the exchange once; return whether its result, if this rank gets one, is the expected one."""
+    """Do the exchange once, and return whether its result is the expected one. True on a rank that gets no result."""
     wait(exchange.start())
     return exchange.output is None or torch.equal(exchange.output, exchange.expected)
 
@@ -129,11 +130,15 @@ def is_right(exchange: Exchange) -> bool:
 
 def try_collective(name: str, device: torch.device) -> Trial:
     """Try one collective on this rank. All ranks meet before each measurement."""
-    return try_exchange(lambda numbers: collective(name, numbers, device), device, before_each_try=dist.barrier)
+
+    def prepare(numbers: int) -> Exchange:
+        return collective(name, numbers, device)
+
+    return try_exchange(prepare, device, before_each_try=dist.barrier)
 
 
 def collective(name: str, numbers: int, device: torch.device) -> Exchange:
-    """One of COLLECTIVES over so many float32 numbers: how to start it, and what this rank has to get from it."""
+    """One of COLLECTIVES over so many float32 numbers: how to start it, and what this rank should get from it."""
     data = DataOfRanks(numbers, device)
     if name in ("broadcast", "reduce", "all_reduce", "all_to_all"):
         return collective_of_whole_data(name, data)
@@ -145,100 +150,127 @@ def collective(name: str, numbers: int, device: torch.device) -> Exchange:
 
 
 class DataOfRanks:
-    """What the ranks send in a collective: this rank's data, and what is expected of all ranks' data together.
+    """What the ranks send in a collective, so that each of them can compute what it should receive.
 
-    The data are divided into as many parts as there are ranks, all of one length. Rank k's data are a pattern times
-    k + 1. The numbers are small and whole, so that their sums are exact in float32.
+    Rank k sends the pattern 1, 2, …, 7, 1, 2, … times k + 1: rank 0 sends 1, 2, 3, … and rank 1 sends 2, 4, 6, … The
+    data of a rank are divided into as many equal parts as there are ranks. All numbers are small and whole, so that
+    their sums are exact in float32.
     """
 
     def __init__(self, numbers: int, device: torch.device) -> None:
-        """``numbers``: how many float32 numbers each rank has, rounded up to a multiple of the ranks."""
+        """``numbers``: how many float32 numbers each rank has, rounded up to a multiple of the number of ranks."""
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self.length_of_part = math.ceil(numbers / self.world_size)
-        numbers_of_rank = torch.arange(self.world_size * self.length_of_part, device=device)
-        self.pattern = numbers_of_rank.view(self.world_size, self.length_of_part) % 7 + 1.0  # [parts, numbers]
-        self.factors = torch.arange(1.0, self.world_size + 1, device=device)[:, None]  # of the ranks: [ranks, 1]
-        self.own = (self.pattern * (self.rank + 1)).flatten()
-        self.sum_of_ranks = (self.pattern * self.factors.sum()).flatten()
-        # Part 0 of rank 0's data, part 1 of rank 1's, and so on:
-        self.one_part_of_each_rank = (self.pattern * self.factors).flatten()
+        length_of_part = math.ceil(numbers / self.world_size)
+        self.pattern = torch.arange(self.world_size * length_of_part, device=device) % 7 + 1.0
+
+    def of_rank(self, rank: int) -> torch.Tensor:
+        """All data of a rank, in a tensor of their own."""
+        return self.pattern * (rank + 1)
+
+    def part_of_rank(self, rank: int, part: int) -> torch.Tensor:
+        """One part of a rank's data, in a tensor of its own."""
+        return self.parts_of(self.pattern)[part] * (rank + 1)
+
+    def sum_of_ranks(self) -> torch.Tensor:
+        """The sum of all ranks' data."""
+        factors = range(1, self.world_size + 1)  # of rank 0, rank 1, …
+        return self.pattern * sum(factors)
+
+    def one_part_of_each_rank(self) -> torch.Tensor:
+        """Part 0 of rank 0's data, then part 1 of rank 1's, and so on."""
+        return torch.cat([self.part_of_rank(rank, part=rank) for rank in range(self.world_size)])
 
     def own_part_of_all_ranks(self) -> torch.Tensor:
-        """The part with this rank's number of rank 0's data, of rank 1's data, and so on."""
-        return (self.pattern[self.rank] * self.factors).flatten()
+        """The part with this rank's number of rank 0's data, then that of rank 1's, and so on."""
+        return torch.cat([self.part_of_rank(rank, part=self.rank) for rank in range(self.world_size)])
 
-    def own_part(self) -> torch.Tensor:
-        """The part of this rank's data that has the rank's number."""
-        return self.own.chunk(self.world_size)[self.rank].clone()
-
-    def empty_part(self) -> torch.Tensor:
-        """Memory for a part that is to be received."""
-        return torch.zeros(self.length_of_part, device=self.own.device)
+    def parts_of(self, data: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of a rank's data, or of memory for them, as views: one for each rank."""
+        return list(data.chunk(self.world_size))
 
 
 def collective_of_whole_data(name: str, data: DataOfRanks) -> Exchange:
-    """A collective in which each rank that sends sends all of its data."""
-    own = data.own
+    """A broadcast, reduce, all-reduce or all-to-all. In these a rank that sends something sends all of its data.
+
+    The first three write their result over what the rank sends.
+    """
+    own = data.of_rank(data.rank)
     if name == "broadcast":
-        return Exchange(lambda: dist.broadcast(own, 0, async_op=True), own, expected=data.pattern.flatten())
+        start = partial(dist.broadcast, own, src=0, async_op=True)
+        return Exchange(start, output=own, expected=data.of_rank(0))
     if name == "reduce":
-        output = own if data.rank == 0 else None
-        return Exchange(lambda: dist.reduce(own, 0, async_op=True), output, expected=data.sum_of_ranks)
+        start = partial(dist.reduce, own, dst=0, async_op=True)
+        output = None
+        if data.rank == 0:
+            output = own
+        return Exchange(start, output, expected=data.sum_of_ranks())
     if name == "all_reduce":
-        return Exchange(lambda: dist.all_reduce(own, async_op=True), own, expected=data.sum_of_ranks)
+        start = partial(dist.all_reduce, own, async_op=True)
+        return Exchange(start, output=own, expected=data.sum_of_ranks())
     received = torch.zeros_like(own)
     start = partial(dist.all_to_all_single, received, own, async_op=True)
-    return Exchange(start, received, expected=data.own_part_of_all_ranks())
+    return Exchange(start, output=received, expected=data.own_part_of_all_ranks())
 
 
 def collective_with_parts_on_rank_0(name: str, data: DataOfRanks) -> Exchange:
-    """A scatter of rank 0's parts to the ranks, or a gather of one part of each rank on rank 0."""
+    """A scatter, in which rank 0 sends each rank a part of its data, or a gather of one part of each rank on rank 0."""
     is_rank_0 = data.rank == 0
     if name == "scatter":
-        received_part = data.empty_part()
-        parts_to_send = list(data.own.chunk(data.world_size)) if is_rank_0 else None
-        start = partial(dist.scatter, received_part, parts_to_send, 0, async_op=True)
-        return Exchange(start, received_part, expected=data.pattern[data.rank])
-    received = torch.zeros_like(data.own)
-    parts_of_received = list(received.chunk(data.world_size)) if is_rank_0 else None
-    start = partial(dist.gather, data.own_part(), parts_of_received, 0, async_op=True)
-    output = received if is_rank_0 else None
-    return Exchange(start, output, expected=data.one_part_of_each_rank)
+        parts_to_send = None
+        if is_rank_0:
+            parts_to_send = data.parts_of(data.of_rank(0))
+        expected = data.part_of_rank(0, part=data.rank)
+        received_part = torch.zeros_like(expected)
+        start = partial(dist.scatter, received_part, parts_to_send, src=0, async_op=True)
+        return Exchange(start, output=received_part, expected=expected)
+
+    sent_part = data.part_of_rank(data.rank, part=data.rank)
+    expected = data.one_part_of_each_rank()
+    output = None
+    received_parts = None
+    if is_rank_0:
+        output = torch.zeros_like(expected)
+        received_parts = data.parts_of(output)
+    start = partial(dist.gather, sent_part, received_parts, dst=0, async_op=True)
+    return Exchange(start, output, expected)
 
 
 def collective_of_own_parts(name: str, data: DataOfRanks) -> Exchange:
     """An all-gather of one part of each rank, or a reduce-scatter that leaves each rank one part of the sum."""
-    use_newer_names()  # a cluster may have an older PyTorch
+    use_newer_names()  # The cluster may have an older PyTorch.
     if name == "all_gather":
-        received = torch.zeros_like(data.own)
-        start = partial(dist.all_gather_single, received, data.own_part(), async_op=True)
-        return Exchange(start, received, expected=data.one_part_of_each_rank)
-    received_part = data.empty_part()
-    start = partial(dist.reduce_scatter_single, received_part, data.own, async_op=True)
-    own_part_of_sum = data.sum_of_ranks.chunk(data.world_size)[data.rank]
-    return Exchange(start, received_part, expected=own_part_of_sum)
+        sent_part = data.part_of_rank(data.rank, part=data.rank)
+        expected = data.one_part_of_each_rank()
+        received = torch.zeros_like(expected)
+        start = partial(dist.all_gather_single, received, sent_part, async_op=True)
+        return Exchange(start, output=received, expected=expected)
+    own = data.of_rank(data.rank)
+    expected = data.parts_of(data.sum_of_ranks())[data.rank]
+    received_part = torch.zeros_like(expected)
+    start = partial(dist.reduce_scatter_single, received_part, own, async_op=True)
+    return Exchange(start, output=received_part, expected=expected)
 
 
 # --- links ------------------------------------------------------------------------------------------------------------
 
 
 def rounds_of_pairs(count: int) -> Iterator[list[tuple[int, int]]]:
-    """Yields rounds of pairs of range(count): in a round no number is in two pairs, and in all each pair comes once.
+    """Divide all pairs of the numbers 0 to count - 1 into rounds, so that no number is in two pairs of a round.
 
-    For 4 the first round is [(0, 3), (1, 2)]. It is the circle method, by which round-robin tournaments are planned:
-    the players sit at a table, play against the player opposite, and between two rounds all but the first move on by
-    one seat.
+    Yields one round after the other. For a count of 4 the first is [(0, 3), (1, 2)]. This is the circle method of
+    round-robin tournaments: the players sit at a table, each plays against the one opposite, and between two rounds all
+    but the first player move on by one seat.
     """
     seats = list(range(count))
     if count % 2 == 1:
-        seats.append(count)  # Nobody has this number, so who sits opposite to it has nobody to play with.
+        seats.append(count)  # No player has this number, so the one who sits opposite to it pauses.
     number_of_rounds = len(seats) - 1
     for _ in range(number_of_rounds):
         pairs = []
         for number, opposite in zip(seats, reversed(seats), strict=True):
-            is_pair = opposite < count
-            if is_pair and number < opposite:  # each pair is met twice, once from each side
+            # Each pair is met twice, once from each side.
+            if number < opposite < count:
                 pairs.append((number, opposite))
         yield pairs
         last = seats.pop()
@@ -249,12 +281,13 @@ def try_link(peer: int, device: torch.device) -> Trial:
     """Try an exchange with one peer, a rank of the process group: both send and receive at once."""
 
     def prepare(numbers: int) -> Exchange:
-        """Send so many numbers, and receive as many. Each rank's are a pattern times its rank + 1."""
+        """Send so many numbers and receive as many. Rank k sends the pattern 1, 2, …, 7, 1, 2, … times k + 1."""
         pattern = torch.arange(numbers, device=device) % 7 + 1.0
         sent = pattern * (dist.get_rank() + 1)
         received = torch.zeros_like(pattern)
         operations = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
-        return Exchange(lambda: dist.batch_isend_irecv(operations), received, pattern * (peer + 1))
+        start = partial(dist.batch_isend_irecv, operations)
+        return Exchange(start, output=received, expected=pattern * (peer + 1))
 
     return try_exchange(prepare, device)
 
@@ -263,28 +296,31 @@ def try_link(peer: int, device: torch.device) -> Trial:
 
 
 def try_matmul(dtype: str, device: torch.device, before_each_try: Call | None = None) -> float | None:
-    """FLOP/s of a large product of random matrices; None for a type that torch.mm does not have.
+    """Measure FLOP/s of a product of two large random matrices; None for a type that torch.mm does not have.
 
-    A matrix of equal numbers would be faster: its bits flip less, so a GPU draws less power and clocks higher.
+    The matrices are random because a product of equal numbers would be faster: fewer bits flip, so a GPU draws less
+    power and clocks higher.
     """
     if dtype not in MATMUL_DTYPES:
         return None
     size = MATRIX_SIZE[device.type]
     x = torch.randn(size, size, device=device, dtype=getattr(torch, dtype))
-    seconds = seconds_of(lambda: torch.mm(x, x), rounds=1, device=device, before_each_try=before_each_try, tries=15)
-    operations = 2 * size**3  # a multiplication and an addition for each number of a row and each of a column
+    multiply = partial(torch.mm, x, x)
+    seconds = seconds_of(multiply, rounds=1, device=device, before_each_try=before_each_try, tries=15)
+    # Each of the size² results takes a multiplication and an addition for each number of a row.
+    operations = 2 * size**3
     return operations / seconds
 
 
 def try_all_reduce(groups: list[list[int]], device: torch.device) -> float:
-    """Bus bandwidth in bytes per second of an all-reduce in this rank's group, while all groups do the same.
+    """Measure the bus bandwidth, in bytes per second, of an all-reduce in this rank's group, while all groups do one.
 
     ``groups`` are lists of ranks, such as [[0, 1], [2, 3]]. The bandwidth is 0 for a rank that is alone in its group.
     """
     own_group, _ = dist.new_subgroups_by_enumeration(groups)
     numbers = torch.zeros(LARGE[device.type], device=device)
     all_reduce = partial(dist.all_reduce, numbers, group=own_group, async_op=True)
-    wait(all_reduce())  # the first call connects the ranks
+    wait(all_reduce())  # The first call connects the ranks, and is not timed.
     seconds = seconds_of(all_reduce, rounds=2, device=device, before_each_try=dist.barrier)
     # An all-reduce among N ranks sends 2(N - 1)/N times its size over each link (nccl-tests, doc/PERFORMANCE.md).
     ranks = own_group.size()
@@ -293,10 +329,11 @@ def try_all_reduce(groups: list[list[int]], device: torch.device) -> float:
 
 
 def try_plan(dtype: str, hosts: list[str], device: torch.device) -> Speeds:
-    """Try what a plan counts on. ``dtype`` is its type of numbers; ``hosts`` has each rank's host, in order.
+    """Measure the speeds that a plan counts on: of a matrix product, and of links within and between nodes.
 
-    Between nodes the first ranks of all hosts form a group, the second ranks another group, and so on. Gradients are
-    averaged in such groups where the ranks of a node share a model.
+    ``dtype`` is the plan's type of numbers; ``hosts`` has each rank's host, in order. Between nodes the first ranks of
+    all hosts form a group, their second ranks another group, and so on. If the ranks of a node share a model, gradients
+    are averaged in such groups.
     """
     ranks_by_host = defaultdict(list)
     for rank, host in enumerate(hosts):

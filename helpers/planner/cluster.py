@@ -11,15 +11,16 @@ from helpers.planner.records import Record, look_up, refuse, with_preset
 class Cluster(Record):
     """Nodes of equal GPUs.
 
-    Links are what one GPU sends in one direction while all others send, too, in bytes a second: nccl-tests' bus
-    bandwidth of the GPUs in a node, and of groups that have one GPU of each node. Latencies are in seconds.
+    The speed of a link is how many bytes a second one GPU sends in one direction while all others send, too: the bus
+    bandwidth of nccl-tests. ``link_in_node`` is that of the GPUs in a node, and ``link_between`` that of groups with
+    one GPU of each node. Latencies are in seconds.
     """
 
-    gpu: str = "gpu"
+    gpu: str = "gpu"  # the model's name, such as "h100"
     peaks: dict[str, float] = field(default_factory=dict, hash=False)  # {dtype: FLOP/s of one GPU, dense}
     memory: float = 0  # bytes of one GPU
-    # Bytes a second that one GPU reads and writes in its memory. 0 is for not known; then the peak and an A100's
-    # proportion of the two are used.
+    # Bytes a second that one GPU reads and writes in its memory. 0 is for not known; then it is in the same proportion
+    # to the peak as on an A100.
     memory_speed: float = 0
     gpus_per_node: int = 8
     nodes: int = 1
@@ -41,7 +42,7 @@ class Cluster(Record):
     POSITIVE: ClassVar[tuple[str, ...]] = ("gpus_per_node", "nodes", "memory", "reaches")
 
     def __post_init__(self) -> None:
-        """Refuse, by a PlanError, a cluster without a peak, or without the speed of a link that it must have."""
+        """Refuse, by a PlanError, a cluster without a peak, or one that does not say how fast its links are."""
         super().__post_init__()
         if not self.peaks:
             refuse(f"{self.gpu}: no peaks", "FLOP/s of each type, such as peaks = {bfloat16 = 312e12}")
@@ -54,10 +55,11 @@ class Cluster(Record):
 
     @property
     def gpus(self) -> int:
+        """How many GPUs the cluster has."""
         return self.gpus_per_node * self.nodes
 
     def peak(self, dtype: str = "bfloat16") -> float:
-        """FLOP/s of one GPU in this type."""
+        """FLOP/s of one GPU in this type. Raises PlanError for a type in which the GPU does not multiply."""
         return look_up(self.peaks, dtype, f"type with a peak on {self.gpu}")
 
     def limited_peak(self, dtype: str = "bfloat16") -> float:
@@ -107,7 +109,7 @@ HOPPER = ("h100", "h200")  # GPUs of this architecture, as Cluster.gpu has them
 def cluster_of(cluster: str | dict[str, Any] | Cluster, gpus: int = 0) -> Cluster:
     """A Cluster from a preset's name or from a table of fields, which may name a preset under "preset".
 
-    Such as cluster_of("h100", gpus=64) or cluster_of({"preset": "h100", "nodes": 8}). gpus: how many GPUs it is to
+    For example cluster_of("h100", gpus=64) or cluster_of({"preset": "h100", "nodes": 8}). gpus: how many GPUs it should
     have, in full nodes or in a part of one node; 0 for as many as its fields say. Raises PlanError for a wrong field,
     or for GPUs that do not fill their nodes.
     """

@@ -1,4 +1,4 @@
-"""``python -m helpers plan``: a model and a cluster, by name or in a small file, become a plan or a search."""
+"""``python -m helpers plan``: make a plan or a search for a model and a cluster, given by name or in a small file."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ from helpers.planner.report import lines, search_tables, tables
 from helpers.planner.search import search
 
 RECORDS: dict[str, type[Record]] = {"layout": Layout, "job": Job, "conventions": Conventions}
-TABLES = ("model", "cluster", *RECORDS)  # of a file
+TABLES = ("model", "cluster", *RECORDS)  # that a file may have
 # Fields of a layout. If one of them is given, the layout is chosen and the command makes a plan; otherwise it searches.
 SIZES_OF_MESH = ("dp", "tp", "pp", "cp")
 
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print a plan or a search; return the exit status: 1 for what is not possible, with two lines on stderr."""
+    """Print a plan or a search, and return the exit status: 1, with two lines on stderr, for what is not possible."""
     try:
         request = read_request(arguments)
         has_chosen_layout = any(size in request["layout"] for size in SIZES_OF_MESH)
@@ -75,9 +75,10 @@ def show_plan(request: dict[str, Any], arguments: argparse.Namespace) -> None:
 
 
 def show_search(request: dict[str, Any], arguments: argparse.Namespace) -> None:
-    """Rank the layouts of a model on a cluster, and print the search, as words or as JSON. PlanError if none fits.
+    """Search for the fastest layout of a model on a cluster, and print the search as words or as JSON.
 
     request: {table of TABLES: its fields}. The fields of its layout are kept, and values of all other fields are tried.
+    Raises PlanError if no layout fits.
     """
     cluster = clusters.cluster_of(request["cluster"], arguments.gpus)
     constraints = dict(request["layout"])
@@ -98,10 +99,11 @@ def show_search(request: dict[str, Any], arguments: argparse.Namespace) -> None:
 
 
 def read_request(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What is to be planned, by the command line and its files: {table: fields} for each of TABLES.
+    """Read from the command line and its files what is to be planned: {table: fields} for each of TABLES.
 
-    Such as {"model": "llama3-8b", "cluster": "h100", "layout": {"dp": 8}, "job": {}, "conventions": {}}: a model and a
-    cluster may also be a preset's name. The command line's fields win over a file's. PlanError for what cannot be read.
+    For example {"model": "llama3-8b", "cluster": "h100", "layout": {"dp": 8}, "job": {}, "conventions": {}}. A model
+    and a cluster may be a preset's name instead of fields. The command line's fields win over a file's. Raises
+    PlanError for what cannot be read.
     """
     request = read(arguments.model, "model", models.PRESETS)
     if arguments.cluster:
@@ -131,9 +133,9 @@ def read_request(arguments: argparse.Namespace) -> dict[str, Any]:
 def read(text: str, what: str, presets: Iterable[str]) -> dict[str, Any]:
     """Read an argument of the command line: the tables of a TOML file, or {what: name} for the name of a preset.
 
-    text: the argument. A preset's name is never taken for a file. what: what the argument should be, "model" or
-    "cluster". Raises PlanError for a name that is neither, for a file that is not TOML, or for a table that the planner
-    does not know.
+    text: the argument. If it is a preset's name, no file is looked for. what: "model" or "cluster", which the argument
+    should be. Raises PlanError if it is neither a preset nor a file, if the file is not TOML, or if the file has a
+    table that the planner does not know.
     """
     if text in presets:
         return {what: text}
@@ -151,10 +153,10 @@ def read(text: str, what: str, presets: Iterable[str]) -> dict[str, Any]:
 
 
 def fields_of(text: str) -> dict[str, Any]:
-    """{name: value} of the fields that an argument such as "dp=8,offload=true,recompute=full" gives.
+    """Read an argument such as "dp=8,offload=true,recompute=full" as {name: value}.
 
-    Numbers, true and false are read as JSON has them, and anything else is a word. An empty text gives no fields.
-    Raises PlanError for a part without a value.
+    Numbers, true and false are read as in JSON, and anything else is a word. An empty text gives no fields. Raises
+    PlanError for a part without a value.
     """
     fields: dict[str, Any] = {}
     for part in text.split(","):

@@ -1,10 +1,10 @@
 """The collectives of a step on one rank: kind, count, bytes, and seconds at the links' full speed. Read by the plan.
 
-Sizes are bytes of the whole tensor: what an all-reduce sums, an all-gather makes and a reduce-scatter takes.
+Sizes are the bytes of the whole tensor: what an all-reduce sums, an all-gather makes and a reduce-scatter takes.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from helpers.planner.cluster import Cluster
@@ -12,17 +12,27 @@ from helpers.planner.conventions import Conventions
 from helpers.planner.layout import Layout
 from helpers.planner.memory import OUTSIDE, VOCABULARY, Unit, reduced_bytes, units_of
 from helpers.planner.model import Model
+from helpers.planner.records import refuse
 
-# Bytes that each rank sends, as a share of the size: nccl-tests, doc/PERFORMANCE.md, where busbw = size/time times it.
-SENT: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
-    "all_gather": lambda ranks: (ranks - 1) / ranks,
-    "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
-    "all_to_all": lambda ranks: (ranks - 1) / ranks,
-    "send": lambda ranks: 1,
-}
-RECEIVED = "what a stage received"  # gathered by its tensor-parallel ranks, each of which was sent a part
-FLOAT32_BYTES = 4  # of the numbers that a divided loss sums
+# The name of the all-gathers by which tensor-parallel ranks, each of which was sent a part, make what a stage received.
+RECEIVED = "what a stage received"
+FLOAT32_BYTES = 4
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+
+
+def share_sent(kind: str, ranks: int) -> float:
+    """The bytes that each of so many ranks sends in a collective, as a share of the whole tensor's.
+
+    kind: one of KINDS; a PlanError is raised for any other. Source: nccl-tests, doc/PERFORMANCE.md, where the bus
+    bandwidth is this share times size / time.
+    """
+    if kind not in KINDS:
+        refuse(f"{kind!r} is not a collective that the planner knows", f"one of {', '.join(KINDS)}")
+    if kind == "send":
+        return 1
+    if kind == "all_reduce":  # a reduce-scatter, then an all-gather
+        return 2 * (ranks - 1) / ranks
+    return (ranks - 1) / ranks
 
 
 @dataclass(frozen=True)
@@ -41,31 +51,30 @@ class LinkTime:
 
 @dataclass(frozen=True)
 class Collective:
-    """Equal collectives of a step on one rank."""
+    """A collective of one rank, which happens ``count`` times in a step."""
 
-    dimension: str  # of the mesh: tp, cp, ep, dp, replicate, pp
-    kind: str  # all_reduce, all_gather, reduce_scatter, all_to_all, send
-    phase: str  # forward, recompute, backward, step
-    what: str  # the tensors, in words
-    ranks: int  # of the group
+    dimension: str  # of the mesh: tp, cp, ep, dp, replicate or pp
+    kind: str  # one of KINDS
+    phase: str  # forward, recompute, backward or step
+    what: str  # the tensors, in words, such as "keys and values"
+    ranks: int  # how many ranks the group has
     stride: int  # the difference between the numbers of two neighbours in the group
-    count: int  # in a step
-    size: int  # bytes of the whole tensor of one of them
-    # Of an all-to-all that sends a token to each node only once: on how many ranks each token is needed, and how many
-    # of its experts are each on any node, independently of the others (see dispatch_time). draws is 0 for a usual
-    # all-to-all, which sends each copy from rank to rank.
-    copies: int = 0
-    draws: int = 0
-    time: LinkTime = LinkTime()  # of one of them; 0 without a cluster
+    count: int  # how often it happens in a step
+    size: int  # bytes of the whole tensor, each time
+    # Only for an all-to-all that sends each token just once to every node that needs it (see dispatch_time):
+    copies: int = 0  # on how many ranks each token is needed
+    draws: int = 0  # how many of its experts may each be on any node, independently of the others; otherwise 0
+    time: LinkTime = LinkTime()  # of one time; 0 without a cluster
 
     @property
     def sent(self) -> float:
         """Bytes that this rank sends in a step."""
-        return self.count * self.size * SENT[self.kind](self.ranks)
+        return self.count * self.size * share_sent(self.kind, self.ranks)
 
     def seconds(self, in_node: float = 1.0, between: float = 1.0) -> float:
-        """Seconds of all of them together, where links reach these shares of their speed."""
-        return self.count * (self.time.latency + self.time.in_node / in_node + self.time.between / between)
+        """Seconds of all ``count`` times together, if the links reach these shares of their speed."""
+        seconds_each_time = self.time.latency + self.time.in_node / in_node + self.time.between / between
+        return self.count * seconds_each_time
 
 
 def collectives(
@@ -77,7 +86,7 @@ def collectives(
     sharded: tuple[str, ...] = VOCABULARY,
     **options: bool,
 ) -> list[Collective]:
-    """All collectives of a step on the first rank of a pipeline stage; without a cluster, their seconds are 0.
+    """All collectives of a step on the first rank of a pipeline stage. Without a cluster, their seconds are 0.
 
     sharded: which of "embedding" and "head" tensor parallelism divides along the vocabulary. options: keyword arguments
     of ``activations``, such as early_stop=False.
@@ -105,7 +114,7 @@ def activations(
 ) -> list[Collective]:
     """The collectives of tensor, context, expert and pipeline parallelism that a stage needs in a step.
 
-    They may include some with one rank or without bytes, which send nothing. ``with_seconds`` leaves these out.
+    Some of them may have only one rank or no bytes. They send nothing, and ``with_seconds`` leaves them out.
 
     sharded: which of "embedding" and "head" tensor parallelism divides along the vocabulary.
     shared_input: query, key and value gather their input once and sum its gradient once, not each on its own.
@@ -124,7 +133,7 @@ def activations(
 
 
 def forward_phases(layout: Layout) -> list[str]:
-    """The phases of a step in which the layers' forward runs."""
+    """The phases of a step in which the forward of the layers runs: "forward" and perhaps "recompute"."""
     if layout.recomputes_layers:
         return ["forward", "recompute"]
     return ["forward"]
@@ -181,9 +190,9 @@ def layer_collectives(
     """
     layers = layout.stage_layers(model)[stage]
     if shared_input:
-        inputs = 2  # that of attention and that of the MLP
+        inputs = 2  # of attention and of the MLP
     else:
-        inputs = 4  # those of query, key, value and the MLP
+        inputs = 4  # of query, key, value and the MLP
     result = []
     for phase in forward_phases(layout):
         if phase == "recompute":
@@ -205,13 +214,15 @@ def recomputed_outputs(layout: Layout, early_stop: bool) -> int:
     """
     if layout.recompute == "sac" and layout.sequence_parallel:
         return 0  # Checkpointing of operations keeps the output of each reduce-scatter.
-    return 1 if early_stop else 2
+    if early_stop:
+        return 1
+    return 2
 
 
 def norm_gradient_collectives(model: Model, layout: Layout, stage: int) -> list[Collective]:
     """The all-reduces of the norms' gradients among tensor-parallel ranks, under fully_shard with sequence parallelism.
 
-    A norm saw only the tokens of its rank, so its gradient is summed before fully_shard reduces it.
+    On each rank a norm sees only the rank's own tokens, so its gradient is summed before fully_shard reduces it.
     """
     is_fully_sharded = layout.zero == 3 and layout.sharers > 1
     if not layout.sequence_parallel or not is_fully_sharded:
@@ -220,14 +231,15 @@ def norm_gradient_collectives(model: Model, layout: Layout, stage: int) -> list[
     is_last_stage = stage == layout.pp - 1
     if is_last_stage:
         norms += 1  # the norm behind the last layer
-    gradients_of_norm = 2 if model.norm_biases else 1  # the weight's, and the bias's
-    gradients = norms * gradients_of_norm
+    gradients = norms  # one for the weight of each
+    if model.norm_biases:
+        gradients += norms
     size = model.width * layout.element_bytes
     return [tensor_collective(layout, "all_reduce", "backward", "gradients of norms", times=gradients, size=size)]
 
 
 def loss_collective(model: Model, layout: Layout, loss_parallel: bool) -> Collective:
-    """What tensor-parallel ranks exchange for the loss, because each has the logits of a part of the vocabulary.
+    """What tensor-parallel ranks exchange to compute the loss, because each has the logits of a part of the vocabulary.
 
     With loss_parallel the logits stay divided, and each token takes three small all-reduces: of the largest logit, of
     the sum of exponentials, and of the logit of the label. Otherwise each rank gathers all logits.
@@ -245,8 +257,8 @@ def loss_collective(model: Model, layout: Layout, loss_parallel: bool) -> Collec
 def gather_hidden(model: Model, layout: Layout, phase: str, what: str, times: int) -> list[Collective]:
     """All-gathers of hidden states, or of their gradients, among tensor-parallel ranks; ``times`` a micro-batch.
 
-    Only with sequence parallelism does a rank have a part of the tokens alone. Otherwise it has all, and the list is
-    empty.
+    They are needed only with sequence parallelism, because each rank has a part of the tokens then. Without it each
+    rank has all tokens, and the list is empty.
     """
     if not layout.sequence_parallel:
         return []
@@ -256,8 +268,8 @@ def gather_hidden(model: Model, layout: Layout, phase: str, what: str, times: in
 def sum_hidden(model: Model, layout: Layout, phase: str, what: str, times: int) -> Collective:
     """Sums of hidden states, or of their gradients, over tensor-parallel ranks; ``times`` a micro-batch.
 
-    An all-reduce gives each rank the sum of all tokens. With sequence parallelism a reduce-scatter gives it that of its
-    own tokens.
+    An all-reduce gives each rank the sum for all tokens. With sequence parallelism a reduce-scatter gives it the sum
+    for its own tokens.
     """
     kind = "reduce_scatter" if layout.sequence_parallel else "all_reduce"
     return tensor_collective(layout, kind, phase, what, times, size=hidden_bytes(model, layout))
@@ -278,9 +290,9 @@ def tensor_collective(layout: Layout, kind: str, phase: str, what: str, times: i
 
 
 def ring_attention_sends(model: Model, layout: Layout, stage: int) -> list[Collective]:
-    """The sends of ring attention (Liu et al. 2024), by which keys and values go round the context-parallel ranks.
+    """The sends of ring attention (Liu et al. 2024), which pass keys and values around the context-parallel ranks.
 
-    Each of the cp ranks begins with the keys and values of its own tokens and passes them on cp - 1 times, so that the
+    Each of the cp ranks begins with the keys and values of its own tokens. They are passed on cp - 1 times, so that the
     queries of all ranks see them. In the backward their gradients travel with them.
     """
     layers = layout.stage_layers(model)[stage]
@@ -288,7 +300,7 @@ def ring_attention_sends(model: Model, layout: Layout, stage: int) -> list[Colle
     result = []
     for phase in [*forward_phases(layout), "backward"]:
         result.append(ring_sends(model, layout, phase, "keys and values", times=sends_to_all_others * layers))
-    # A gradient goes one step further than its keys and values, back to the rank that they came from.
+    # A gradient is sent once more than its keys and values, back to the rank that they came from.
     sends_around_ring = layout.cp
     result.append(ring_sends(model, layout, "backward", "their gradients", times=sends_around_ring * layers))
     return result
@@ -299,7 +311,8 @@ def ring_sends(model: Model, layout: Layout, phase: str, what: str, times: int) 
 
     phase: "forward", "recompute" or "backward". what: "keys and values" or "their gradients", which are as large.
     """
-    kv_heads_on_rank = max(model.kv_heads // layout.tp, 1)  # Tensor-parallel ranks that outnumber them have copies.
+    # If there are more tensor-parallel ranks than heads, several ranks have a copy of the same head.
+    kv_heads_on_rank = max(model.kv_heads // layout.tp, 1)
     key_bytes = layout.tokens(model) * model.head_width * kv_heads_on_rank * layout.element_bytes
     value_bytes = key_bytes
     return Collective(
@@ -323,17 +336,21 @@ def expert_all_to_alls(model: Model, layout: Layout, stage: int, dispatch: str) 
     """
     if layout.ep == 1:
         return []  # Each rank has all experts, or the model has none.
-    copies = model.active_experts  # of each token: one for each of its experts
-    independent_experts = 0  # how many of them may each be on any node; not needed with "rank"
-    if dispatch == "node":
-        independent_experts = model.active_experts
-    elif dispatch == "neighbours":
+    # copies: how many ranks each token is sent to. independent_experts: how many of its experts may each be on any
+    # node, which matters only if a token is sent to a node once.
+    if dispatch == "neighbours":
         experts_of_rank = model.experts // layout.ep
         copies = math.ceil(model.active_experts / experts_of_rank)
-        independent_experts = 1  # The others are where the first one is.
+        independent_experts = 1  # The others are beside the first one.
+    elif dispatch == "node":
+        copies = model.active_experts
+        independent_experts = model.active_experts
+    else:
+        copies = model.active_experts
+        independent_experts = 0
     phases = [*forward_phases(layout), "backward"]
     if layout.recompute == "sac":
-        phases.remove("recompute")  # The output of an all-to-all is kept, so that it is not sent again.
+        phases.remove("recompute")  # The output of an all-to-all is kept, so it is not sent again.
 
     layers_with_experts = sum(model.has_experts(layer) for layer in layout.layers_of(model, stage))
     there_and_back = 2
@@ -359,45 +376,53 @@ def expert_all_to_alls(model: Model, layout: Layout, stage: int, dispatch: str) 
 def pipeline_sends(model: Model, layout: Layout, stage: int, split_sends: bool) -> list[Collective]:
     """The sends of activations and gradients from one stage to others, and the all-gathers of what arrives in parts.
 
-    A stage has ``layout.interleave`` parts of the model. So each micro-batch arrives at it so many times and leaves it
-    so many times, with two exceptions: the model's first part receives nothing, because it reads the data, and its last
-    part sends nothing, because it computes the loss.
+    A stage has ``layout.interleave`` parts of the model, so each micro-batch arrives at it and leaves it as many times.
+    There are two exceptions: the model's first part receives nothing, because it reads the data, and its last part
+    sends nothing, because it computes the loss.
 
     split_sends: each tensor-parallel rank sends a part of the hidden states, not all of them.
     """
     arrivals = layout.interleave  # of a micro-batch's activations at this stage
-    departures = layout.interleave
     if stage == 0:
         arrivals -= 1
+    departures = layout.interleave
     if stage == layout.pp - 1:
         departures -= 1
-    hidden = hidden_bytes(model, layout)
-    # With sequence parallelism a rank has only its part of the hidden states, and the next stage goes on with parts.
-    sends_parts = split_sends or layout.sequence_parallel
-    gathers_parts = split_sends and not layout.sequence_parallel and layout.tp > 1
-    sent_bytes = hidden // layout.tp if sends_parts else hidden
 
-    # A gradient goes back the way that its activation came, so what arrived in the forward departs in the backward.
-    result = []
-    for phase, what, sends, receives in (
-        ("forward", "activations", departures, arrivals),
-        ("backward", "their gradients", arrivals, departures),
-    ):
-        result.append(
-            Collective(
-                dimension="pp",
-                kind="send",
-                phase=phase,
-                what=what,
-                ranks=layout.pp,
-                stride=layout.tp * layout.data_ranks,
-                count=sends * layout.micro_batches,
-                size=sent_bytes,
-            )
-        )
-        if gathers_parts:
-            result.append(tensor_collective(layout, "all_gather", phase, RECEIVED, times=receives, size=hidden))
-    return result
+    hidden = hidden_bytes(model, layout)
+    forward_sends = stage_sends(layout, "forward", "activations", departures, hidden, split_sends)
+    # A gradient is sent back the way that its activation came, so what arrived in the forward departs in the backward.
+    backward_sends = stage_sends(layout, "backward", "their gradients", arrivals, hidden, split_sends)
+    sends_parts_that_are_gathered = split_sends and not layout.sequence_parallel and layout.tp > 1
+    if not sends_parts_that_are_gathered:
+        return [forward_sends, backward_sends]
+    return [
+        forward_sends,
+        tensor_collective(layout, "all_gather", "forward", RECEIVED, times=arrivals, size=hidden),
+        backward_sends,
+        tensor_collective(layout, "all_gather", "backward", RECEIVED, times=departures, size=hidden),
+    ]
+
+
+def stage_sends(layout: Layout, phase: str, what: str, times: int, hidden: int, split_sends: bool) -> Collective:
+    """The sends of a rank to other pipeline stages, ``times`` for each micro-batch.
+
+    hidden: bytes of the hidden states of a micro-batch. With split_sends or sequence parallelism, each tensor-parallel
+    rank sends only its part of them.
+    """
+    size = hidden
+    if split_sends or layout.sequence_parallel:
+        size = hidden // layout.tp
+    return Collective(
+        dimension="pp",
+        kind="send",
+        phase=phase,
+        what=what,
+        ranks=layout.pp,
+        stride=layout.tp * layout.data_ranks,
+        count=times * layout.micro_batches,
+        size=size,
+    )
 
 
 # --- Parameters and gradients -----------------------------------------------------------------------------------------
@@ -408,9 +433,9 @@ def data_parallel(
 ) -> list[Collective]:
     """The collectives by which the data-parallel ranks of a stage exchange parameters and gradients in a step.
 
-    The layout may be that of DDP, ZeRO, fully_shard or HSDP. Each unit of parameters that is gathered or reduced at
-    once, such as a layer, has collectives of its own (see ``unit_collectives``). DDP's all-reduce is also given as one
-    for each unit, although DDP sends buckets of 25 MiB. Some collectives may have one rank or no bytes.
+    The layout may be that of DDP, ZeRO, fully_shard or HSDP. Parameters that are gathered or reduced together, such as
+    those of a layer, are a unit, which has collectives of its own (see ``unit_collectives``). DDP's all-reduce is
+    counted for each unit, too, although DDP sends buckets of 25 MiB. Some collectives may have one rank or no bytes.
 
     sharded: which of "embedding" and "head" tensor parallelism divides along the vocabulary, so that a rank has only a
     part of them.
@@ -422,18 +447,18 @@ def data_parallel(
 
 
 def unit_collectives(unit: Unit, layout: Layout, conventions: Conventions) -> list[Collective]:
-    """The collectives that the parameters and gradients of a Unit need in a step.
+    """The collectives that the parameters and gradients of a Unit need in a step (Rajbhandari et al. 2020, section 7).
 
-    A Unit stands for the layers of a stage, for their experts, or for what is outside the layers.
-
-    DDP (zero 0) all-reduces gradients. ZeRO-1 and 2 reduce-scatter them, and gather the weights after the step, which
-    sends as much. ZeRO-3, as fully_shard does it, gathers the weights before a unit's forward and backward instead, and
-    sends half as much again (Rajbhandari et al. 2020, section 7).
+    A Unit is the parameters of equal layers, of their experts, or of what is outside the layers.
+      DDP (zero = 0) all-reduces the gradients.
+      ZeRO-1 and 2 reduce-scatter them, and gather the weights after the step. That sends as much as DDP.
+      ZeRO-3, as in fully_shard, gathers the weights before each forward and before each backward, and reduce-scatters
+      the gradients. That sends half as much again.
     """
     gathers_each_time = not conventions.gathers_once(layout.pp)
-    repetitions = 1  # of a unit's collectives in a step
+    repetitions = 1  # how often a unit communicates in a step
     if layout.zero >= 2 and gathers_each_time:
-        # Nothing divided is kept whole from one micro-batch to the next, so each of them communicates.
+        # Nothing that is divided is kept whole from one micro-batch to the next, so each of them communicates.
         repetitions = layout.micro_batches
 
     shards = 1
@@ -459,17 +484,17 @@ def unit_collectives(unit: Unit, layout: Layout, conventions: Conventions) -> li
 
 
 def holders_of(unit: Unit, layout: Layout) -> int:
-    """How many data-parallel ranks compute with the same parameters of a unit: of divided experts, not all ranks."""
+    """How many data-parallel ranks compute with the same parameters of a unit: all of them, or fewer for experts."""
     return layout.data_ranks // unit.expert_ranks
 
 
 def sharers_of(unit: Unit, layout: Layout) -> int:
-    """Among how many of these ranks ZeRO divides the unit; 1 if it divides nothing."""
+    """Among how many ranks ZeRO divides the parameters of a unit; 1 if it divides nothing."""
     return min(layout.sharers, holders_of(unit, layout))
 
 
 def among_sharers(unit: Unit, layout: Layout, kind: str, phase: str, repetitions: int, size: int) -> Collective:
-    """Collectives of ``size`` bytes among the ranks that ZeRO divides a unit among; so many for each unit and step."""
+    """Collectives of ``size`` bytes among the ranks that share a unit by ZeRO: ``repetitions`` a step for each unit."""
     return Collective(
         dimension="dp",
         kind=kind,
@@ -486,15 +511,19 @@ def among_copies(unit: Unit, layout: Layout, repetitions: int, gradient_bytes: i
     """All-reduces of a Unit's gradients among the ranks that hold the same shard of it.
 
     Under DDP the shard is the whole unit, and all data-parallel ranks hold it. Under HSDP each group of ranks that
-    share a copy of the model has one such rank.
+    share a copy of the model has one rank that holds it.
 
-    repetitions: how often each equal unit is reduced in a step. gradient_bytes: of the unit's whole gradient.
+    repetitions: how often each unit is reduced in a step. gradient_bytes: of the unit's whole gradient.
     """
+    if layout.zero == 0:
+        dimension = "dp"
+    else:
+        dimension = "replicate"
     sharers = sharers_of(unit, layout)
-    # Ranks that share a copy are neighbours, so the same shard is found again as many neighbours further on.
+    # The ranks that share a copy are neighbours. So the next rank with the same shard is behind all of them.
     stride_of_sharers = layout.tp * unit.expert_ranks
     return Collective(
-        dimension="dp" if layout.zero == 0 else "replicate",
+        dimension=dimension,
         kind="all_reduce",
         phase="backward",
         what=unit.what,
@@ -506,7 +535,7 @@ def among_copies(unit: Unit, layout: Layout, repetitions: int, gradient_bytes: i
 
 
 def padded_numbers(unit: Unit, parts: int) -> int:
-    """How many numbers a unit has if each tensor's rows are padded, as by fully_shard, to divide into equal parts."""
+    """How many numbers a unit has if fully_shard pads the rows of each tensor to a multiple of ``parts``."""
     numbers = 0
     for tensor in unit.tensors:
         padded_rows = math.ceil(tensor.rows / parts) * parts
@@ -518,10 +547,7 @@ def padded_numbers(unit: Unit, parts: int) -> int:
 
 
 def with_seconds(candidates: Iterable[Collective], cluster: Cluster | None) -> list[Collective]:
-    """The collectives that send something, each with the time that it takes on a cluster.
-
-    Without a cluster their times stay 0.
-    """
+    """The collectives that send something, each with the time that it takes on a cluster; 0 without a cluster."""
     result = []
     for collective in candidates:
         has_one_rank = collective.ranks == 1
@@ -535,7 +561,7 @@ def with_seconds(candidates: Iterable[Collective], cluster: Cluster | None) -> l
 
 
 def time_on(cluster: Cluster, collective: Collective) -> LinkTime:
-    """Seconds that one of these equal collectives takes on a cluster, each link at its full speed."""
+    """Seconds that a collective takes each time on a cluster, with each link at its full speed."""
     in_node = ranks_in_node(collective.ranks, collective.stride, cluster)
     nodes = collective.ranks // in_node
     sends_once_to_each_node = collective.draws > 0
@@ -548,12 +574,12 @@ def time_on(cluster: Cluster, collective: Collective) -> LinkTime:
 def dispatch_time(size: float, copies: int, draws: int, in_node: int, nodes: int, cluster: Cluster) -> LinkTime:
     """Seconds of an all-to-all of tokens that sends each token once to every node that needs it, as DeepEP does.
 
-    In the node, the GPU that received the token sends copies of it on (DeepEP's README, normal kernels with NVLink and
-    RDMA forwarding). There are ``in_node`` ranks in each of ``nodes`` nodes.
+    The GPU that receives a token sends copies of it to other GPUs of its node (DeepEP's README, normal kernels with
+    NVLink and RDMA forwarding). There are ``in_node`` ranks in each of ``nodes`` nodes.
 
-    size: bytes of one copy of all tokens. copies: on how many ranks each token is needed. draws: how many of a token's
-    experts are each on any node with the same probability, independently of the others. A given one of n nodes has none
-    of k such experts with a probability of (1 - 1/n)^k.
+    size: bytes of one copy of all tokens. copies: on how many ranks each token is needed. draws: how many experts of a
+    token may each be on any node, with equal probabilities and independently of each other. The probability that a node
+    has none of k such experts is (1 - 1/n)^k on n nodes.
     """
     probability_that_node_needs_token = 1 - (1 - 1 / nodes) ** draws
     sent_between = size * (nodes - 1) * probability_that_node_needs_token
@@ -569,9 +595,9 @@ def dispatch_time(size: float, copies: int, draws: int, in_node: int, nodes: int
 
 
 def ranks_in_node(ranks: int, stride: int, cluster: Cluster) -> int:
-    """How many ranks of a group share a node: a divisor of the group's size, so that all nodes have equally many.
+    """How many ranks of a group share a node. It is a divisor of the group's size, so that all nodes have as many.
 
-    Each rank of the group is ``stride`` ranks away from the one before, so only every stride-th GPU of a node is in it.
+    The numbers of two neighbours in the group differ by ``stride``, so only every stride-th GPU of a node is in it.
     """
     places_in_node = max(cluster.gpus_per_node // stride, 1)
     most = min(ranks, places_in_node)
@@ -607,13 +633,13 @@ def link_time(kind: str, size: float, in_node: int, nodes: int, cluster: Cluster
 def ring_time(kind: str, size: float, in_node: int, nodes: int, cluster: Cluster) -> LinkTime:
     """Seconds of an all-gather, reduce-scatter or all-reduce of ``size`` bytes on rings.
 
-    With p ranks, a latency α and β seconds for each byte, an all-gather or a reduce-scatter on a ring takes
-    (p-1)α + (p-1)/p · nβ for n bytes, and an all-reduce both of them (Thakur et al. 2005, sections 4.1 and 4.5).
+    With p ranks, a latency α and β seconds for each byte, an all-gather or a reduce-scatter of n bytes on a ring takes
+    (p-1)α + (p-1)/p · nβ. An all-reduce is both of them (Thakur et al. 2005, sections 4.1 and 4.5).
 
-    A ring is planned in each node, and then rings between the nodes, in which each of g GPUs of a node sends its part
-    of n/g bytes. That is the least that is possible. NCCL's own ring over all W ranks sends (W-1)/W · n/g over each
-    link between nodes, on two nodes of eight nearly twice as much, but sends in the node at the same time
-    (src/graph/tuning.cc), where this plan adds both times.
+    Here there is a ring in each node, and then there are rings between the nodes, in which each of g GPUs of a node
+    sends its part of n/g bytes. That is the least that is possible. NCCL's ring over all W ranks sends (W-1)/W · n/g
+    over each link between nodes: nearly twice as much on two nodes of eight. But it sends in the node at the same time
+    (src/graph/tuning.cc), while this plan adds both times.
     """
     # Nothing is ever sent over a link whose speed is not given, so its time is 0.
     speed_in_node = cluster.link_in_node or math.inf

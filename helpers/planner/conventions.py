@@ -1,4 +1,4 @@
-"""The points in which published numbers differ although they mean the same. Each is a switch, named in every output."""
+"""Conventions: points in which published numbers of the same thing differ. Each output names those that it follows."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
@@ -18,7 +18,7 @@ States = Literal[
 
 
 class StateBytes(NamedTuple):
-    """Bytes that a rank keeps for one parameter, its gradient, and what the optimizer has of it."""
+    """Bytes that a rank keeps for one parameter, for its gradient, and for its optimizer state."""
 
     parameter: int
     gradient: int
@@ -43,13 +43,13 @@ STATES: dict[States, StateBytes] = {
 
 @dataclass(frozen=True)
 class Conventions(Record):
-    """Defaults: what most papers of the day use; PyTorch's FSDP for states."""
+    """How the planner counts. The defaults are what most papers use, and for states what PyTorch's FSDP does."""
 
-    flops: Flops = "6N+A"  # which count of FLOPs for each token
+    flops: Flops = "6N+A"  # how FLOPs are counted for each token
     peak: float = 0  # FLOP/s of a GPU; 0 for the cluster's
-    states: States = "float32"  # which bytes for each parameter
+    states: States = "float32"  # how many bytes each parameter, its gradient and its optimizer state have
     # Whether ZeRO-3 gathers and reduces for each micro-batch, or once a step, and keeps all parameters meanwhile.
-    # "auto" is once in a pipeline, and otherwise for each, as torchtitan's fsdp_reshard_after_forward = "default".
+    # "auto" is once in a pipeline and otherwise for each, as torchtitan's fsdp_reshard_after_forward = "default".
     gather: Literal["auto", "each", "once"] = "auto"
     # Whether attention takes the time of all pairs of tokens, or of half, as a kernel that skips later tokens does.
     causal: Literal["full", "half"] = "full"
@@ -80,11 +80,12 @@ class Conventions(Record):
     allocator: Literal["reserved", "tensors"] = "reserved"
 
     def gathers_once(self, stages: int) -> bool:
-        """Whether FSDP keeps what it has gathered until the end of a step, on so many pipeline stages."""
+        """Whether FSDP keeps the gathered parameters until the end of a step, if there are so many pipeline stages."""
         if self.gather == "auto":
             return stages > 1
         return self.gather == "once"
 
     @property
     def state_bytes(self) -> StateBytes:
+        """The bytes of each parameter, its gradient and its optimizer state."""
         return STATES[self.states]

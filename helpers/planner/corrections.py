@@ -1,4 +1,4 @@
-"""What programs differ in that vTrain did not measure: factors for time, one for memory, and an interval.
+"""Factors for GPUs, programs and features that vTrain did not measure: for time and for memory, and an interval.
 
 experiments/steps.py fits them on half of the published steps of book/recorded/steps.csv, and a test compares the
 numbers here with a new fit.

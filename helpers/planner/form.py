@@ -1,6 +1,6 @@
-"""The planner as a form: its inputs, and an answer as HTML. Pure.
+"""The planner as a form: its inputs, and answers as HTML.
 
-The book's page calls it when it is built, and again in the browser, by Pyodide.
+The book's page calls it when the book is built, and again in the browser, where Pyodide runs it.
 """
 
 import json
@@ -22,17 +22,17 @@ from helpers.planner.search import searching
 
 @dataclass(frozen=True)
 class Input:
-    """A field of a record, with what it may be. Without choices it is a whole number."""
+    """An input of the form. It takes one of its choices or, without choices, a whole number."""
 
-    name: str  # of the record's field
-    label: str  # as the form shows it
-    value: str = ""  # at first; empty: as in the preset
+    name: str  # such as "kv_heads", the field of the planner's record
+    label: str  # what the form calls it, such as "key/value heads"
+    value: str = ""  # its text at first; empty for the value of the preset
     choices: tuple[str, ...] = ()
-    smallest: int = 1
+    smallest: int = 1  # of a number
 
 
 def choices_of(name: str) -> tuple[str, ...]:
-    """The values that a field of Layout may have, as text. The field's type has to be a Literal, which lists them."""
+    """The values that a field of Layout may have, as text. The field's type must be a Literal, which lists them."""
     values = get_args(Layout.__annotations__[name])
     return tuple(str(value) for value in values)
 
@@ -71,34 +71,37 @@ GROUPS: dict[str, tuple[Input, ...]] = {
 }
 INPUTS = {entry.name: entry for group in GROUPS.values() for entry in group}
 DEFAULTS = {name: entry.value for name, entry in INPUTS.items()}
+# Names of inputs: fields of the model, and the two kinds of fields of a layout. A search for the fastest layout keeps
+# those of the step and tries values of the others.
 MODEL_SIZES = [entry.name for entry in GROUPS["Model"] if entry.name != "model"]
-OF_STEP = ["batch", "dtype"]  # fields of a layout that a search keeps
-OF_LAYOUT = [entry.name for entry in GROUPS["Layout"]]
-RANKINGS_KEPT = 8
+STEP_FIELDS = ["batch", "dtype"]
+LAYOUT_FIELDS = [entry.name for entry in GROUPS["Layout"]]
+# Earlier rankings, because the page asks for the same one again after each change of the layout:
 # {(model, cluster, batch, dtype): the fastest layouts as HTML, some kilobytes}
-rankings: dict[tuple[Model, Cluster, int, str], str] = {}
+cached_rankings: dict[tuple[Model, Cluster, int, str], str] = {}
+MOST_CACHED_RANKINGS = 8
 
 
 @dataclass(frozen=True)
 class Question:
-    """What the inputs ask for, as the planner takes it."""
+    """What the inputs ask for, as arguments of the planner."""
 
     model: Model
     cluster: Cluster
-    layout: dict[str, Any]
-    command: str  # that prints the same plan
+    layout: dict[str, Any]  # {field of a Layout: value}
+    command: str  # the line for a terminal that prints the same plan
 
 
 @dataclass(frozen=True)
 class Answer:
-    """``html`` for a reader, and the sizes of the model, which the page shows in inputs that are left empty."""
+    """What the form shows as the answer to its inputs."""
 
     html: str
-    sizes: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)  # {field of the model: its value}, for inputs that are empty
 
 
 def answer(values: Mapping[str, str]) -> Answer:
-    """The plan of some inputs; those that are not given have their defaults."""
+    """The plan for some inputs, {name: text}. Inputs that are not given have their defaults."""
     try:
         question = ask(values)
         result = plan(question.model, question.cluster, question.layout)
@@ -109,60 +112,61 @@ def answer(values: Mapping[str, str]) -> Answer:
 
 
 def best(values: Mapping[str, str]) -> Answer:
-    """The fastest layouts for a model, its GPUs and its batch, whatever the layout's inputs are."""
-    for found in ranking(values):
-        if found is not None:
-            return found
+    """The fastest layouts for a model, its GPUs and its batch. The inputs of the layout do not matter."""
+    for result in ranking(values):
+        if result is not None:
+            return result
     raise AssertionError("a ranking ends with an answer")
 
 
 def ranking(values: Mapping[str, str]) -> Iterator[Answer | None]:
-    """What ``best`` returns, found in parts: yields None after each part, and the answer in the end.
+    """Find what ``best`` returns in parts: yields None after each part, and in the end the answer.
 
-    The page asks for it so, because a ranking takes seconds in a browser, and a reader who changes an input meanwhile
-    wants the new plan at once. It is empty where an input is wrong, because ``answer`` says that already.
+    A ranking takes seconds in a browser, and a reader who changes an input meanwhile wants the new plan at once. So the
+    page can do other work between two parts. The answer is empty if an input is wrong, because ``answer`` says so.
     """
-    usual_layout = {name: DEFAULTS[name] for name in OF_LAYOUT}
+    default_layout = {name: DEFAULTS[name] for name in LAYOUT_FIELDS}
     try:
-        question = ask({**values, **usual_layout})
+        question = ask({**values, **default_layout})
     except PlanError:
         yield Answer("")
         return
-    sought = (question.model, question.cluster, question.layout["batch"], question.layout["dtype"])
-    if sought not in rankings:  # The page asks again after each change, also of the layout, which changes nothing here.
-        model, cluster, batch, dtype = sought
+    batch = question.layout["batch"]
+    dtype = question.layout["dtype"]
+    key = (question.model, question.cluster, batch, dtype)
+    if key not in cached_rankings:
         try:
-            for so_far in searching(model, cluster, batch, dtype=dtype):
-                result = so_far
+            for search_so_far in searching(question.model, question.cluster, batch, dtype=dtype):
+                search = search_so_far
                 yield None
-            html = search_html(result)
+            html = search_html(search)  # After the last part it is ranked.
         except (PlanError, ArithmeticError) as error:
             html = error_html(error)
-        if len(rankings) == RANKINGS_KEPT:
-            oldest = next(iter(rankings))
-            del rankings[oldest]
-        rankings[sought] = html
-    yield Answer(rankings[sought])
+        if len(cached_rankings) == MOST_CACHED_RANKINGS:
+            oldest, *_ = cached_rankings  # A dictionary keeps the order in which keys were added.
+            del cached_rankings[oldest]
+        cached_rankings[key] = html
+    yield Answer(cached_rankings[key])
 
 
 def ask(given: Mapping[str, str]) -> Question:
-    """Turn the texts of the form's inputs into a question for the planner; inputs that are not given have defaults.
+    """Turn the texts of the form's inputs into a question for the planner.
 
-    given: {name of an Input: its text}, such as {"model": "llama3-8b", "gpus": "64", "tp": "8"}; names that are no
-    inputs are ignored. The GPUs that tp, pp and cp leave over become data-parallel ranks. Raises PlanError for a wrong
-    text, or if the layout does not divide the GPUs.
+    given: {name of an Input: its text}, such as {"model": "llama3-8b", "gpus": "64", "tp": "8"}. Inputs that are not
+    given have their defaults, and names that are no inputs are ignored. dp is what tp, pp and cp leave of the GPUs.
+    Raises PlanError for a wrong text, or if the layout does not divide the GPUs.
     """
     values = dict(DEFAULTS)
     for name, text in given.items():
         if name in INPUTS:
             values[name] = text.strip()
 
-    model_sizes = {}  # where they differ from the preset's
+    model_sizes = {}  # {field: size} where the form differs from the preset
     for name in MODEL_SIZES:
         if values[name]:
             model_sizes[name] = whole_number(INPUTS[name], values[name])
     fields_of_layout = {}
-    for name in (*OF_LAYOUT, *OF_STEP):
+    for name in (*LAYOUT_FIELDS, *STEP_FIELDS):
         fields_of_layout[name] = parsed(INPUTS[name], values[name])
 
     gpus = whole_number(INPUTS["gpus"], values["gpus"])
@@ -182,8 +186,9 @@ def ask(given: Mapping[str, str]) -> Question:
 def command_of(values: Mapping[str, str], model_sizes: dict[str, int], layout: dict[str, Any]) -> str:
     """The line for a terminal that prints the same plan as the form.
 
-    Such as "python -m helpers plan llama3-8b h100 --gpus=64 --layout=dp=8,tp=8". Fields of the layout that have their
-    defaults are left out, except dp: without any size of the mesh, the command would search for a layout.
+    For example "python -m helpers plan llama3-8b h100 --gpus=64 --layout=dp=8,tp=8". Fields of the layout that have
+    their defaults are left out. dp is always there, because without any size of the mesh the command would search for a
+    layout.
     """
     defaults = vars(Layout())
     layout_fields = {}
@@ -199,7 +204,7 @@ def command_of(values: Mapping[str, str], model_sizes: dict[str, int], layout: d
 
 
 def parsed(entry: Input, text: str) -> Any:
-    """The value of an input as Layout has it: a number, True, False or a word."""
+    """The value of an input's text, as a field of Layout has it: a number, True, False or a word."""
     if not entry.choices:
         return whole_number(entry, text)
     if text in ("true", "false") or text.isdecimal():
@@ -208,7 +213,7 @@ def parsed(entry: Input, text: str) -> Any:
 
 
 def whole_number(entry: Input, text: str) -> int:
-    """The number that an input's text is. PlanError for other text, or for a number below the smallest."""
+    """Read an input's text as a whole number. Raises PlanError for another text, or for too small a number."""
     if not text.isdecimal() or int(text) < entry.smallest:
         refuse(f"{entry.label}: {text!r}", f"a whole number from {entry.smallest} on")
     return int(text)

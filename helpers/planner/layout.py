@@ -1,4 +1,4 @@
-"""How a job is divided among ranks; what cannot be divided is refused. Read by all of the planner."""
+"""How a job is divided among ranks. What cannot be divided is refused. Read by all of the planner."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
@@ -12,25 +12,25 @@ OUTER_LAYERS = 2  # the embedding and the head, where stages count each of them 
 
 @dataclass(frozen=True)
 class Layout(Record):
-    """Sizes of the mesh's dimensions, and what each step does. GPUs: dp · tp · pp · cp."""
+    """The sizes of the mesh's dimensions, and what each step does. There are dp · tp · pp · cp GPUs."""
 
     dp: int = 1  # ranks that see different samples
     tp: int = 1  # ranks that share each matrix
     pp: int = 1  # pipeline stages
     cp: int = 1  # ranks that share a sample's tokens
     ep: int = 1  # ranks that share the experts, taken from dp · cp
-    # The stage of ZeRO, which says what the dp · cp ranks share: nothing with 0, as in DDP, all with 3, as in FSDP.
+    # The stage of ZeRO says what the dp · cp ranks share: nothing with 0, as in DDP, and everything with 3, as in FSDP.
     zero: Literal[0, 1, 2, 3] = 0
-    shard: int = 0  # how many ranks share it; 0 for all dp · cp ranks, fewer for HSDP
+    shard: int = 0  # among how many ranks it is shared: 0 for all dp · cp ranks, fewer for HSDP
     micro_batch: int = 1  # samples in one forward of one rank
-    batch: int = 0  # samples in a step, all ranks together; 0 for one micro-batch each
-    interleave: int = 1  # how many parts of the model each stage has: v
+    batch: int = 0  # samples in a step of all ranks together; 0 for one micro-batch on each
+    interleave: int = 1  # how many parts of the model each stage has
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     # What the backward computes again: nothing, attention's scores, whole operations, or whole layers.
     recompute: Literal["none", "selective", "sac", "full"] = "none"
     sequence_parallel: bool = False  # whether the tp ranks also divide the tokens of norms and dropout
     attention: Literal["flash", "scores"] = "flash"  # "scores" stores the s · s matrix
-    dtype: str = "bfloat16"  # of matrix products; float8 is used for those of the layers' linear modules only
+    dtype: str = "bfloat16"  # of matrix products; with float8, only of those in the layers' linear modules
     offload: bool = False  # whether the optimizer's state is in the host's memory
     uneven_stages: bool = False  # whether stages, or their parts, may have different numbers of layers
     outer_layers: bool = False  # whether stages count the embedding and the head as a layer each
@@ -38,14 +38,14 @@ class Layout(Record):
     POSITIVE: ClassVar[tuple[str, ...]] = ("dp", "tp", "pp", "cp", "ep", "micro_batch", "interleave")
 
     def __post_init__(self) -> None:
-        """Refuse, by a PlanError, sizes that do not divide by each other, whatever the model and the cluster are.
+        """Refuse, by a PlanError, sizes that cannot be divided by each other, whatever the model and the cluster are.
 
         A batch of 0 becomes one micro-batch on each data-parallel rank.
         """
         super().__post_init__()
         samples = self.dp * self.micro_batch  # of one micro-batch on all data-parallel ranks
         if self.batch == 0:
-            object.__setattr__(self, "batch", samples)  # as a frozen dataclass sets its own fields
+            object.__setattr__(self, "batch", samples)  # A frozen dataclass can set its own fields only in this way.
         if self.batch % samples != 0:
             refuse(
                 f"a batch of {self.batch} does not divide into {self.dp} x {self.micro_batch} (dp x micro_batch)",
@@ -72,55 +72,62 @@ class Layout(Record):
 
     @property
     def gpus(self) -> int:
+        """How many GPUs the job has, with one rank on each."""
         return self.dp * self.tp * self.pp * self.cp
 
     @property
     def data_ranks(self) -> int:
-        """Ranks whose gradients are averaged: a sample's tokens are also divided among cp."""
+        """How many ranks average their gradients: those that see different samples, or different tokens of a sample."""
         return self.dp * self.cp
 
     @property
     def sharers(self) -> int:
-        """Ranks that share states under ZeRO."""
+        """Among how many ranks ZeRO shares the states; 1 without ZeRO."""
         if self.zero == 0:
             return 1
         return self.shard or self.data_ranks
 
     @property
     def norm_sharers(self) -> int:
-        """Ranks that divide norms and dropout, which tensor parallelism alone does not divide."""
-        return self.tp if self.sequence_parallel else 1
+        """Among how many ranks norms and dropout are divided: tp with sequence parallelism, otherwise 1."""
+        if self.sequence_parallel:
+            return self.tp
+        return 1
 
     @property
     def micro_batches(self) -> int:
-        """Forwards of one rank in a step: m."""
+        """How many forwards a rank does in a step."""
         return self.batch // (self.dp * self.micro_batch)
 
     @property
     def recomputes_layers(self) -> bool:
-        """Whether the backward runs a layer's forward again, all of it or the operations whose output was not kept."""
+        """Whether the backward runs a layer's forward again: all of it, or the operations whose output was not kept."""
         return self.recompute in ("full", "sac")
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of a number that is computed with. float8 is used within matrix products only, between bfloat16."""
-        return 4 if self.dtype in ("float32", "tf32") else 2
+        """Bytes of a number between two operations. It is in bfloat16 if matrix products use float8."""
+        if self.dtype in ("float32", "tf32"):
+            return 4
+        return 2
 
     @property
     def attention_dtype(self) -> str:
         """The type in which attention and the head multiply: torchtitan and Megatron-LM use no float8 for these."""
-        return "bfloat16" if self.dtype == "float8" else self.dtype
+        if self.dtype == "float8":
+            return "bfloat16"
+        return self.dtype
 
     @property
     def summary(self) -> str:
-        """In one line the sizes that differ from those of one GPU, the micro-batch, and what is recomputed.
+        """The layout in a line: sizes that differ from those on one GPU, the micro-batch, and what is recomputed.
 
         For example "dp 8, tp 2, zero 3, micro-batch 1, recompute full".
         """
+        sizes_on_one_gpu = {"dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 0, "shard": 0, "interleave": 1}
         words = []
-        for name in ("dp", "tp", "pp", "cp", "ep", "zero", "shard", "interleave"):
+        for name, size_on_one_gpu in sizes_on_one_gpu.items():
             size = getattr(self, name)
-            size_on_one_gpu = 0 if name in ("zero", "shard") else 1
             if size > size_on_one_gpu:
                 words.append(f"{name} {size}")
         words.append(f"micro-batch {self.micro_batch}")
@@ -134,17 +141,17 @@ class Layout(Record):
 
     @property
     def typical_stages(self) -> list[int]:
-        """The numbers of the first, the second and the last pipeline stage; fewer if the pipeline has fewer.
+        """The numbers of the first, the second and the last pipeline stage, or fewer in a shorter pipeline.
 
-        Only the first stage has the embedding, and only the last has the head. The second stands for all stages between
-        them, which are alike unless their numbers of layers differ (``uneven_stages``).
+        Only the first stage has the embedding, and only the last one has the head. The second stands for all stages
+        between them, which are alike unless their numbers of layers differ (``uneven_stages``).
         """
         last = self.pp - 1
         second = min(1, last)
         return sorted({0, second, last})
 
     def stage_layers(self, model: Model) -> list[int]:
-        """How many layers each pipeline stage has, all of its parts of the model together."""
+        """How many layers each pipeline stage has, in all of its parts of the model together."""
         layers = [0] * self.pp
         for part, size in enumerate(self.part_layers(model)):
             layers[part % self.pp] += size
@@ -179,9 +186,10 @@ class Layout(Record):
         return model.layers
 
     def layers_of(self, model: Model, stage: int) -> list[int]:
-        """The numbers of the layers that a stage has, in all of its parts of the model. Layers count from 0.
+        """The numbers, from 0, of the layers that a stage has in all of its parts of the model.
 
-        The parts go round the stages: stage 1 of 4 has the parts 1, 5, 9 and so on (see ``part_layers``).
+        The parts are dealt out to the stages in turn: stage 1 of 4 has the parts 1, 5, 9 and so on (see
+        ``part_layers``).
         """
         layers: list[int] = []
         first_of_part = 0
@@ -211,7 +219,7 @@ class Layout(Record):
     def check_tensors(self, model: Model) -> None:
         """Raise a PlanError if tensor parallelism cannot divide the heads or the MLP evenly.
 
-        Fewer heads of keys and values than ranks are copied, so that each serves equally many ranks.
+        If there are fewer heads of keys and values than ranks, each head is copied to equally many ranks.
         """
         tp = self.tp
         if model.heads % tp != 0:
@@ -227,8 +235,8 @@ class Layout(Record):
     def check_stages(self, model: Model) -> None:
         """Raise a PlanError if a pipeline stage would have no layer, or if the layers do not divide evenly.
 
-        They need not if ``uneven_stages`` is set. If ``outer_layers`` is, the embedding and the head count as layers.
-        With an interleaved schedule a stage has several parts, and the same holds for each of them.
+        With ``uneven_stages`` they need not divide evenly. With ``outer_layers`` the embedding and the head count as
+        layers. With an interleaved schedule a stage has several parts, and the same is true of each part.
         """
         parts = self.pp * self.interleave
         if parts > model.layers or 0 in self.part_layers(model):
@@ -263,5 +271,6 @@ class Layout(Record):
 
 
 def divisors(number: int) -> str:
-    """The divisors of a number as the text of an error, the largest last: "1, 2, 4" for 4."""
-    return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
+    """The divisors of a number as text, the largest last: "1, 2, 4" for 4."""
+    found = [str(size) for size in range(1, number + 1) if number % size == 0]
+    return ", ".join(found)

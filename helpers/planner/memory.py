@@ -1,4 +1,4 @@
-"""Bytes that one rank holds, by kind and pipeline stage. Formulas, not measurements: what is not counted is named."""
+"""Bytes that one rank holds, by kind and pipeline stage. They come from formulas; NOT_COUNTED says what is left out."""
 
 import math
 from collections import Counter
@@ -10,8 +10,8 @@ from helpers.planner.layout import Layout
 from helpers.planner.model import KEYS_AND_VALUES, MLP, Model, Tensor, layer_tensors, matrices_of, outer_tensors
 
 NOT_COUNTED = "the CUDA context, NCCL's buffers, and what a kernel needs while it runs"
-# How much of a GPU's memory a plan may fill. Of 20 published jobs the worst needed 18 % more than is planned, and what
-# is not counted needs room, too. With plans of nine tenths, two of the 20 would run out of memory.
+# The share of a GPU's memory that a plan may fill. Of 20 published jobs the worst one needed 18 % more than is planned,
+# and what is not counted needs room, too. With plans of nine tenths, two of the 20 jobs would run out of memory.
 SAFE_SHARE = 0.75
 VOCABULARY = ("embedding", "head")  # the tensors that have a row for each token
 OUTSIDE = "outside the layers"
@@ -22,14 +22,14 @@ OUTSIDE = "outside the layers"
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that fully_shard gathers together: a layer's, its experts', or those outside the layers.
+    """Parameters that fully_shard gathers together: those of a layer, of its experts, or outside the layers.
 
     One Unit stands for all equal ones of a pipeline stage.
     """
 
     what: str  # "layers", "experts" or OUTSIDE
     times: int  # how many equal units the stage has
-    expert_ranks: int  # among how many ranks the experts are divided, so that each has other ones; 1 without experts
+    expert_ranks: int  # among how many ranks expert parallelism divides the unit; 1 if it is not of experts
     tensors: list[Tensor]  # as tensor parallelism leaves them on one rank
 
     @property
@@ -39,13 +39,13 @@ class Unit:
 
 
 def units_of(model: Model, layout: Layout, stage: int, sharded: tuple[str, ...] = VOCABULARY) -> list[Unit]:
-    """The parameters that one rank of a pipeline stage computes with, in the groups that fully_shard gathers at once.
+    """The parameters with which one rank of a pipeline stage computes, in the units that fully_shard gathers together.
 
-    A stage has at most two kinds of layers, those with experts and those without. Equal layers are one Unit, which says
-    how many there are. The embedding, the head and whatever else is outside the layers are another Unit.
+    A stage has at most two kinds of layers: with experts and without. Equal layers are one Unit, which says how many
+    there are. The embedding, the head and whatever else is outside the layers are another Unit.
 
-    sharded: which of "embedding" and "head" tensor parallelism divides along the vocabulary. One that is not in it is
-    whole on every rank.
+    sharded: which of "embedding" and "head" tensor parallelism divides along the vocabulary. The other ones are whole
+    on every rank.
     """
     units = []
     layers_have_experts = [model.has_experts(layer) for layer in layout.layers_of(model, stage)]
@@ -67,8 +67,8 @@ def units_of(model: Model, layout: Layout, stage: int, sharded: tuple[str, ...] 
 def units_of_layers(model: Model, layout: Layout, has_experts: bool, layer_count: int) -> list[Unit]:
     """The units of ``layer_count`` equal layers on one rank: one Unit, or two if expert parallelism divides experts.
 
-    Expert parallelism gives each of ep ranks other routed experts. They are a unit of their own, because fewer ranks
-    hold the same ones. The rest of the layer, with the shared experts that see every token, is on every rank.
+    Expert parallelism gives each of ep ranks different routed experts. They are a unit of their own, because fewer
+    ranks hold the same ones. The rest of the layer, with the shared experts that see every token, is on every rank.
     """
     divides_experts = has_experts and layout.ep > 1
     layer_parts = []
@@ -76,7 +76,7 @@ def units_of_layers(model: Model, layout: Layout, has_experts: bool, layer_count
     for tensor in layer_tensors(model, has_experts):
         part = part_on_rank(tensor, model, layout.tp)
         if divides_experts and tensor.name in MLP:
-            # The tensor stands for all experts of the layer, the routed and the shared ones.
+            # The tensor stands for all experts of the layer: the routed ones, which are divided, and the shared ones.
             expert_parts.append(part._replace(copies=model.experts // layout.ep))
             layer_parts.append(part._replace(copies=model.shared_experts))
         else:
@@ -89,7 +89,7 @@ def units_of_layers(model: Model, layout: Layout, has_experts: bool, layer_count
 
 
 def part_on_rank(tensor: Tensor, model: Model, tp: int) -> Tensor:
-    """The part of a tensor that one of tp tensor-parallel ranks has, rounded up if it does not divide evenly.
+    """The part of a tensor on one of tp tensor-parallel ranks, rounded up if the tensor cannot be divided evenly.
 
     If there are fewer heads of keys and values than ranks, several ranks have a copy of the same head.
     """
@@ -124,14 +124,14 @@ def outer_tensors_of(model: Model, layout: Layout, stage: int) -> list[Tensor]:
 
 
 def stage_parameters(model: Model, layout: Layout, stage: int) -> int:
-    """Parameters that one rank of a stage computes with: divided by pp, tp and ep, not by ZeRO."""
+    """How many parameters one rank of a stage computes with. They are divided by pp, tp and ep, but not by ZeRO."""
     return sum(unit.times * unit.numbers for unit in units_of(model, layout, stage))
 
 
 def fsdp_parameters(model: Model, layout: Layout, stage: int) -> int:
     """How many of a stage's parameters fully_shard divides among ranks and gathers.
 
-    The other ones are experts that no other rank has. They stay as they are, because there is nobody to share them with
+    The other ones are experts that no other rank has. They stay whole, because there is no rank to share them with
     (NeMo AutoModel, components/moe/parallelizer.py).
     """
     total = 0
@@ -144,10 +144,10 @@ def fsdp_parameters(model: Model, layout: Layout, stage: int) -> int:
 
 
 def shared_parameters(model: Model, layout: Layout, stage: int, shards: str = "rows") -> float:
-    """How many parameters the first rank of a pipeline stage keeps if ranks share them, as ZeRO and fully_shard do.
+    """How many parameters the first rank of a pipeline stage keeps if ranks share them, as in ZeRO and fully_shard.
 
-    shards: "rows" cuts each tensor between its rows and rounds up, as fully_shard does, so that the first rank has
-    most; "even" cuts one flat tensor of all parameters (ZeRO's formula, DeepSpeed, Megatron-LM).
+    shards: how they are cut. "rows" cuts each tensor between its rows and rounds up, as fully_shard does, so that the
+    first rank has most. "even" cuts one flat tensor of all parameters (ZeRO's formula, DeepSpeed, Megatron-LM).
     """
     parameters: float = 0
     for unit in units_of(model, layout, stage):
@@ -166,9 +166,9 @@ def shared_parameters(model: Model, layout: Layout, stage: int, shards: str = "r
 def states_per_rank(parameters: float, shard: float, zero: int, sizes: StateBytes) -> dict[str, float]:
     """{kind: bytes} of parameters, gradients and optimizer state on one rank.
 
-    parameters: how many parameters the rank computes with. shard: how many of them it keeps of a state that ranks
-    share. zero: the stage of ZeRO. Stage 1 shares the optimizer state, stage 2 also the gradients, and stage 3 also the
-    parameters.
+    parameters: with how many parameters the rank computes. shard: how many of them it keeps of a state that is shared.
+    zero: the stage of ZeRO. Stage 1 shares the optimizer state, stage 2 also the gradients, and stage 3 also the
+    parameters. sizes: how many bytes each state has for one parameter.
 
     For Ψ parameters in mixed precision and N ranks, stages 0 to 3 need 16Ψ, 4Ψ + 12Ψ/N, 2Ψ + 14Ψ/N and 16Ψ/N bytes
     (Rajbhandari et al. 2020, figure 1).
@@ -192,12 +192,14 @@ def activations_per_layer(
     computes again, such as "full"; empty for what the layout says. sequence_inputs: whether the inputs that sequence
     parallelism has gathered are "kept" for the backward, or gathered "again" in it, as in the paper's formulas.
 
-    For GPT with s tokens, a micro-batch of b, width h, a heads and t = tp this is sbh(34 + 5as/h) in 16 bits; with
-    tensor parallelism sbh(10 + 24/t + 5as/ht), with sequence parallelism, too, sbh(34 + 5as/h)/t. Selective
-    recomputation drops 5as/h, and full recomputation stores only the layer's input, 2sbh (Korthikanti et al. 2022,
-    equations 1 to 4 and table 2). Here the parts are added up, so that the sum also holds for other MLPs, fewer heads
-    of keys and values, no dropout and 32 bits. Attention "flash" never stores the scores. "sac" is selective
-    checkpointing of whole operations (see sac_numbers).
+    The formulas are those of Korthikanti et al. 2022 (equations 1 to 4 and table 2), for GPT in 16 bits with s tokens,
+    a micro-batch of b, width h, a heads and t = tp:
+      sbh(34 + 5as/h) on one rank, sbh(10 + 24/t + 5as/ht) with tensor parallelism, and sbh(34 + 5as/h)/t with sequence
+      parallelism, too.
+      Selective recomputation drops 5as/h. Full recomputation stores only the layer's input, 2sbh.
+    Here the parts are added up one by one. So the sum is also right for other MLPs, for fewer heads of keys and values,
+    without dropout and in 32 bits. Attention "flash" never stores the scores. "sac" is selective checkpointing of
+    operations (see sac_numbers).
     """
     recompute = recompute or layout.recompute
     has_experts = model.has_experts(layer % model.layers)  # -1 is the last layer, as in a list.
@@ -208,22 +210,24 @@ def activations_per_layer(
     if recompute == "sac":
         return tokens * sac_numbers(model, layout, has_experts) * number_bytes
 
-    # How many numbers a layer stores for each token. First those of attention: the queries and the output, then keys
-    # and values. Latent attention adds to each query, and to each key, the numbers that tell positions.
+    # How many numbers a layer stores for each token. In attention these are queries, keys, values and the output.
+    # Latent attention adds to each query and to each key the numbers that tell positions.
+    queries_and_output = 2 * model.attention_width
+    keys_and_values = 2 * model.head_width * model.kv_heads
     position_numbers = 2 * model.heads * model.position_width
-    attention_numbers = 2 * model.attention_width + 2 * model.head_width * model.kv_heads + position_numbers
+    attention_numbers = queries_and_output + keys_and_values + position_numbers
     norm_inputs = model.norms * model.width
     routing_numbers = 0
-    # What the MLP, or each expert that works on the token, stores between its matrices.
+    # The MLP, or each expert that works on the token, stores the numbers between its matrices.
     if has_experts:
         experts = model.active_experts + model.shared_experts
         mlp_numbers = experts * model.mlp_matrices * model.ffn
-        # Each expert but the first has a copy of the token. The router has a score for each expert.
+        # Each expert but the first one has a copy of the token. The router has a score for each expert.
         routing_numbers = (experts - 1) * model.width + model.experts
     else:
         mlp_numbers = model.mlp_matrices * model.ffn_of_dense_layers
-    # The inputs of attention and MLP. Sequence parallelism gathers them: either they are kept as gathered, or each rank
-    # keeps its part and gathers again in the backward.
+    # The inputs of attention and MLP. With sequence parallelism they are gathered, and then either kept as they are, or
+    # each rank keeps its part and they are gathered again in the backward.
     inputs: float = 2 * model.width
     if sequence_inputs == "again":
         inputs /= layout.norm_sharers
@@ -247,7 +251,7 @@ def activations_per_layer(
 def sac_numbers(model: Model, layout: Layout, has_experts: bool) -> float:
     """How many numbers a layer stores for each token under selective activation checkpointing (SAC) of operations.
 
-    These are the layer's input and the outputs of attention, of every second matrix product and of each reduce-scatter.
+    They are the layer's input and the outputs of attention, of every second matrix product, and of each reduce-scatter.
     The backward computes the rest again (torchtitan, distributed/activation_checkpoint.py).
     """
     layer_input = model.width / layout.norm_sharers
@@ -264,13 +268,12 @@ def sac_numbers(model: Model, layout: Layout, has_experts: bool) -> float:
 
 
 def in_flight(layout: Layout, stage: int) -> float:
-    """For how many micro-batches a pipeline stage holds activations at once, at most.
+    """For how many micro-batches a pipeline stage holds activations at the same time, at most.
 
     A micro-batch counts as one if all layers of the stage hold its activations, so the result may be a fraction.
-
-    With 1F1B the first of p stages holds p micro-batches of L/p layers each, as much as one GPU without stages holds.
-    Interleaving v parts on a stage makes that p(1 + (p-1)/(pv)) (Korthikanti et al. 2022, section 4.2.3). GPipe holds
-    all micro-batches of a step.
+      1F1B: the first of p stages holds p micro-batches of L/p layers each, as much as one GPU without stages holds.
+      1F1B with v parts of the model on each stage: it holds p(1 + (p-1)/(pv)) (Korthikanti et al. 2022, section 4.2.3).
+      GPipe: it holds all micro-batches of a step.
     """
     stages = layout.pp
     micro_batches = layout.micro_batches
@@ -281,8 +284,8 @@ def in_flight(layout: Layout, stage: int) -> float:
         stages_from_here_on = stages - stage
         return min(stages_from_here_on, micro_batches)
 
-    # How many forwards, each of one part of the stage, come before the first backward: these, and one more just before
-    # it (num_warmup_microbatches in Megatron-LM's schedules.py).
+    # How many forwards, each of one part of the stage, come before the first backward: the warmup's, and one more just
+    # before it (num_warmup_microbatches in Megatron-LM's schedules.py).
     warmup_forwards = 2 * (stages - stage - 1) + (parts_of_stage - 1) * stages
     forwards_of_parts = min(warmup_forwards + 1, micro_batches * parts_of_stage)
     return forwards_of_parts / parts_of_stage
@@ -292,19 +295,19 @@ def in_flight(layout: Layout, stage: int) -> float:
 
 
 def memory(model: Model, layout: Layout, conventions: Conventions) -> list[dict[str, float]]:
-    """[{kind: bytes}] of a rank of each pipeline stage."""
+    """What a rank of each pipeline stage needs: [{kind: bytes}], with the sum as "total"."""
     return [stage_memory(model, layout, conventions, stage) for stage in range(layout.pp)]
 
 
 def stage_memory(model: Model, layout: Layout, conventions: Conventions, stage: int) -> dict[str, float]:
-    """{kind: bytes} that the first rank of a pipeline stage needs when a step needs most; "total" is their sum.
+    """{kind: bytes} of a pipeline stage's first rank at the fullest moment of a step. "total" is their sum.
 
-    Memory is fullest when the backward begins, with all activations and the output, or when the first gradient of a
-    sharded layer is reduced. PyTorch's FSDPMemTracker sees the same within 6 % (tests/test_planner_memory.py).
+    That is when the backward begins, with all activations and the output, or when the first gradient of a sharded layer
+    is reduced. PyTorch's FSDPMemTracker measures the same within 6 % (tests/test_planner_memory.py).
     """
     kinds = bytes_of_states(model, layout, conventions, stage)
 
-    # What the forwards before the first backward have stored, for one micro-batch and for all of them.
+    # What each layer has stored for one micro-batch, and all of them for all micro-batches before the first backward.
     stored_by_layer = []
     for layer in layout.layers_of(model, stage):
         inputs = conventions.sequence_inputs
@@ -342,8 +345,8 @@ def stage_memory(model: Model, layout: Layout, conventions: Conventions, stage: 
 def bytes_of_mlp_backward(model: Model, layout: Layout) -> float:
     """Bytes of the gradients that one rank holds while the backward of a layer's MLP runs.
 
-    They are the gradients of the numbers between the MLP's matrices, and of the MLP's output. The last matrix reads
-    those numbers, and each other matrix makes ffn of them for each token.
+    They are the gradients of the MLP's output and of the numbers between its matrices. Each matrix but the last makes
+    ffn of these numbers for each token.
     """
     matrices_before_last = model.mlp_matrices - 1
     experts_per_token = max(model.active_experts, 1)  # 1 for an MLP without experts
@@ -355,7 +358,7 @@ def bytes_of_mlp_backward(model: Model, layout: Layout) -> float:
 def recomputed_bytes(
     model: Model, layout: Layout, conventions: Conventions, stage: int, stored_by_last_layer: float
 ) -> float:
-    """Bytes of activations that the backward makes again for a stage's last layer, with which it begins.
+    """Bytes of activations that the backward computes again for a stage's last layer, with which it begins.
 
     stored_by_last_layer: bytes of that layer's activations that the forward has stored.
     """
@@ -370,24 +373,24 @@ def bytes_of_states(model: Model, layout: Layout, conventions: Conventions, stag
     """{kind: bytes} of parameters, gradients and optimizer state in the GPU of a pipeline stage's first rank."""
     parameters = stage_parameters(model, layout, stage)
     if layout.zero == 3:
-        # ZeRO-3 is planned as fully_shard, which cuts each tensor between its rows.
+        # As in fully_shard, which cuts each tensor between its rows.
         shard = shared_parameters(model, layout, stage, shards="rows")
     else:
         # ZeRO-1 and 2 cut one flat tensor.
         shard = shared_parameters(model, layout, stage, shards="even")
     kinds = states_per_rank(parameters, shard, layout.zero, conventions.state_bytes)
     if layout.offload:
-        # They are in the host's memory.
+        # They are in the host's memory, not in the GPU's.
         kinds["gradients"] = 0
         kinds["optimizer"] = 0
     return kinds
 
 
 def logits_bytes(model: Model, layout: Layout, conventions: Conventions) -> float:
-    """Bytes of the copies of the logits, which are in float32, or in bfloat16 if the loss computes in it.
+    """Bytes of the copies of the logits that there are at the same time. They have the type in which the loss computes.
 
-    PyTorch's cross_entropy has four copies at once: the logits, their log-softmax, and the gradient of each. If the
-    caller frees the logits, three are left. With tensor parallelism there are four, because loss_parallel adds two.
+    PyTorch's cross_entropy has four copies: the logits, their log-softmax, and the gradient of each. If the caller
+    frees the logits, three are left. With tensor parallelism there are four, because loss_parallel adds two.
     """
     if conventions.logits == "stored":
         copies = 1
@@ -395,16 +398,19 @@ def logits_bytes(model: Model, layout: Layout, conventions: Conventions) -> floa
         copies = 3
     else:
         copies = 4
-    bytes_of_logit = 2 if conventions.loss == "bfloat16" else 4
+    if conventions.loss == "bfloat16":
+        bytes_of_logit = 2
+    else:
+        bytes_of_logit = 4
     return bytes_of_logit * copies * layout.tokens(model) * model.vocab / layout.tp
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """Bytes of parameters and gradients that fully_shard holds in full, beside its shards, at two moments of a step."""
+    """Bytes of whole parameters and gradients that fully_shard holds beside its shards, at two moments of a step."""
 
     backward_begins: float  # when the last forward has ended
-    first_reduction: float  # when the first gradient is reduced, which is that of the stage's last layer
+    first_reduction: float  # when the first gradient is reduced: that of the stage's last layer
 
 
 def fullest_moment(
@@ -418,11 +424,11 @@ def fullest_moment(
     """Return {kind: bytes} of a stage's first rank under fully_shard, at the fuller of two moments of a step.
 
       When the backward begins, all activations are there.
-      When the first gradient is reduced, that of the stage's last layer, the activations of the last two layers and the
-      output are gone, but more parameters and gradients are gathered (see gathered_for_each_pass).
+      When the first gradient is reduced, which is that of the stage's last layer, the activations of the last two
+      layers and the output are gone, but more parameters and gradients are gathered (see gathered_for_each_pass).
 
     kinds: {kind: bytes} without what is gathered. stored_by_layer: bytes of activations that each layer has stored. The
-    result has "gathered" as a further kind: the full parameters and gradients beside the rank's own shards.
+    result has one more kind, "gathered": the whole parameters and gradients beside the rank's own shards.
     """
     layers = len(stored_by_layer)
     parameters = fsdp_parameters(model, layout, stage)
@@ -467,8 +473,8 @@ def gathered_once_a_step(
       parameters and float32 gradients that is 2Ψ + 4Ψ bytes for the Ψ parameters of the stage.
     Source: torchtitan, fsdp_reshard_after_forward.
 
-    parameters: of the pipeline stage, as many as fully_shard divides. The result is counted at two moments: when the
-    backward begins, and when the gradient of the stage's last layer is reduced, which is the first reduction.
+    parameters: how many parameters of the pipeline stage fully_shard divides. parameters_per_layer: of these, in a
+    layer.
     """
     parameter_bytes = layout.element_bytes
     backward_begins: float
@@ -488,8 +494,8 @@ def gathered_once_a_step(
 def gathered_for_each_pass(layout: Layout, outer_parameters: int, parameters_per_layer: float, layers: int) -> Gathered:
     """Count the bytes that fully_shard holds in full if it gathers each layer for its forward and for its backward.
 
-    This is reshard_after_forward=True. While a layer is computed, fully_shard already gathers the one that comes next.
-    In the backward, which goes from the last layer to the first, that is the layer before.
+    This is reshard_after_forward=True. While a layer is computed, fully_shard already gathers the next one. In the
+    backward, which goes from the last layer to the first, that is the layer before.
 
     outer_parameters: parameters of the pipeline stage that are in no layer, such as the embedding's. layers: how many
     layers the stage has.
@@ -518,11 +524,11 @@ def gathered_for_each_pass(layout: Layout, outer_parameters: int, parameters_per
 
 
 def reduced_bytes(conventions: Conventions) -> int:
-    """Return how many bytes a gradient has while it is summed over micro-batches and ranks.
+    """How many bytes a number of a gradient has while it is summed over micro-batches and ranks.
 
     Usually as many as it is kept in: 2 for 16 bits, 4 for float32.
-    2, if gradients are not kept at all (0 bytes).
-    4, if they are kept twice, in 16 and in 32 bits (6 bytes): the 32 bits are summed.
+    2 if gradients are not kept at all (0 bytes).
+    4 if they are kept twice, in 16 and in 32 bits (6 bytes), because those in 32 bits are summed.
     """
     fewest = 2
     most = 4

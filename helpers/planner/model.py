@@ -25,7 +25,7 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Model(Record):
-    """A decoder-only transformer. If kv_heads, head_width or ffn is 0, heads and width say what it is."""
+    """A decoder-only transformer. If kv_heads, head_width or ffn is 0, it follows from heads and width."""
 
     name: str = "model"
     layers: int = 0
@@ -33,7 +33,7 @@ class Model(Record):
     heads: int = 0
     vocab: int = 0
     seq: int = 2048  # tokens in a sample
-    kv_heads: int = 0  # heads of keys and values: with fewer than heads, groups of queries share one; with 1, all do
+    kv_heads: int = 0  # heads of keys and values; if there are fewer than ``heads``, groups of queries share one
     head_width: int = 0
     ffn: int = 0  # the MLP's inner width; with experts, that of one expert
     gated: bool = False  # whether an MLP has three matrices (SwiGLU) instead of two
@@ -42,8 +42,8 @@ class Model(Record):
     norm_biases: bool = False  # whether norms have biases, as in LayerNorm; RMSNorm has none
     norms: int = 2  # in a layer; 1 where attention and MLP share theirs
     head_norms: bool = False  # whether the heads of queries and those of keys have a norm, of head_width
-    # Multi-head latent attention (DeepSeek-V2, DeepSeek-AI 2024) makes queries of query_rank numbers, and keys and
-    # values of kv_rank numbers. position_width more numbers of each query head tell positions; all keys share theirs.
+    # Multi-head latent attention (DeepSeek-V2, DeepSeek-AI 2024) computes queries from query_rank numbers, and keys and
+    # values from kv_rank numbers. position_width more numbers of each query head tell positions; all keys share theirs.
     query_rank: int = 0
     kv_rank: int = 0  # 0 for the usual attention
     position_width: int = 0
@@ -70,7 +70,7 @@ class Model(Record):
         defaults = {"kv_heads": self.heads, "head_width": self.width // self.heads, "ffn": 4 * self.width}
         for field, default in defaults.items():
             if getattr(self, field) == 0:
-                object.__setattr__(self, field, default)  # as a frozen dataclass sets its own fields
+                object.__setattr__(self, field, default)  # A frozen dataclass can set its own fields only in this way.
 
         if self.heads % self.kv_heads != 0:
             refuse(
@@ -90,7 +90,7 @@ class Model(Record):
 
     @property
     def attention_width(self) -> int:
-        """All heads side by side; the width in most models."""
+        """The width of all heads side by side. In most models it is the model's width."""
         return self.heads * self.head_width
 
     @property
@@ -104,8 +104,10 @@ class Model(Record):
 
     @property
     def mlp_matrices(self) -> int:
-        """Matrices of one MLP."""
-        return 3 if self.gated else 2
+        """How many matrices an MLP has."""
+        if self.gated:
+            return 3
+        return 2
 
     @property
     def ffn_of_dense_layers(self) -> int:
@@ -124,10 +126,11 @@ class Model(Record):
         return {False: self.dense_layers, True: self.layers - self.dense_layers}
 
     def parameters(self, active: bool = False) -> int:
-        """How many parameters the model has; only those that one token uses, if active.
+        """How many parameters the model has, or if ``active``, how many of them one token uses.
 
-        GPT: Vh + sh + L(12h² + 13h) + 2h (Radford et al. 2019's code). Llama: L(2d·n_h·d_h + 2d·n_kv·d_h + 3df + 2d)
-        + d + 2Vd. With experts the MLP counts E times, plus a router d·E.
+        GPT has Vh + sh + L(12h² + 13h) + 2h (Radford et al. 2019's code).
+        Llama has L(2d·n_h·d_h + 2d·n_kv·d_h + 3df + 2d) + d + 2Vd.
+        With E experts the MLP counts E times, and a router adds d·E.
         """
         return self.outer_parameters() + self.layer_parameters(active)
 
@@ -136,21 +139,21 @@ class Model(Record):
         return sum(tensor.numbers for tensor in outer_tensors(self))
 
     def layer_parameters(self, active: bool = False) -> int:
-        """Parameters of all layers together; of experts only those that one token uses, if active."""
+        """Parameters of all layers together. If ``active``, only those experts count that one token uses."""
         total = 0
         for has_experts, layers in self.kinds_of_layers.items():
             total += layers * sum(tensor.numbers for tensor in layer_tensors(self, has_experts, active))
         return total
 
     def gemm_weights(self) -> int:
-        """Weights that multiply each token, in all layers: without biases, norms and the output layer."""
+        """Weights by which a token is multiplied in all layers together: without biases, norms and the output layer."""
         total = 0
         for has_experts, layers in self.kinds_of_layers.items():
             total += layers * sum(matrix.numbers for matrix in matrices_of(self, has_experts))
         return total
 
     def expert_gemm_weights(self) -> int:
-        """Those of gemm_weights that are a token's routed experts, in all layers."""
+        """How many of ``gemm_weights`` belong to a token's routed experts."""
         if self.experts == 0:
             return 0
         one_expert = self.mlp_matrices * self.width * self.ffn
@@ -159,8 +162,9 @@ class Model(Record):
     def recomputed_share(self, recompute: str) -> float:
         """The share of the layers' matrix products that the backward computes again, by FLOPs, in 0..1.
 
-        "full" computes all of them again. "sac", checkpointing of operations, keeps the output of the first matrix, the
-        third and so on, and computes the others again. "selective" recomputes attention alone.
+        "full": all of them.
+        "sac", checkpointing of operations: the second, the fourth and so on. The outputs of the others are kept.
+        "selective" and "none": none of them. "selective" recomputes attention alone.
         """
         if recompute == "full":
             return 1.0
@@ -183,12 +187,12 @@ class Model(Record):
           "selective" repeats attention, 72BLsh²(1 + s/3h + V/12hL) (Korthikanti et al. 2022, appendix A).
           "sac" repeats every second matrix product (see activations_per_layer).
         """
-        # A multiplication and an addition for each weight in the forward, and twice as many in the backward.
+        # A forward takes a multiplication and an addition for each weight, and a backward twice as many.
         flops_per_weight = 6
         embedding_flops = flops_per_weight * self.vocab * self.width
         layer_flops = flops_per_weight * self.layer_parameters(active=True)
         outer_flops = flops_per_weight * self.outer_parameters()
-        # A token is in a pair with each token of its sample. The backward takes two forwards.
+        # Each token is in a pair with each token of its sample. The backward takes as long as two forwards.
         forwards = 3.0
         attention_flops = forwards * self.layers * self.seq * self.flops_per_pair
         if count == "6N":
@@ -235,9 +239,9 @@ def outer_tensors(model: Model) -> tuple[Tensor, ...]:
 
 @functools.cache
 def layer_tensors(model: Model, has_experts: bool, active: bool = False) -> tuple[Tensor, ...]:
-    """Every parameter of one layer, with experts or without.
+    """Every parameter of one layer, with experts or without. Equal matrices of experts are one Tensor with ``copies``.
 
-    active: of the experts, only those that one token uses. Equal matrices of experts are one Tensor with ``copies``.
+    active: whether only those experts count that one token uses.
     """
     width = model.width
     tensors = norms(model, model.norms)
@@ -257,7 +261,10 @@ def layer_tensors(model: Model, has_experts: bool, active: bool = False) -> tupl
         if model.biases:
             tensors.append(Tensor("router bias", model.experts))
         ffn = model.ffn
-        routed_experts = model.active_experts if active else model.experts
+        if active:
+            routed_experts = model.active_experts
+        else:
+            routed_experts = model.experts
         mlps = model.shared_experts + routed_experts
     if model.gated:
         tensors += linear("gate", ffn, width, "rows", model.biases, copies=mlps)
@@ -267,19 +274,21 @@ def layer_tensors(model: Model, has_experts: bool, active: bool = False) -> tupl
 
 
 def queries_keys_and_values(model: Model) -> list[Tensor]:
-    """The matrices, with biases if the model has them, that make queries, keys and values. Their rows are the heads."""
+    """The matrices that make queries, keys and values, and their biases if they have any. Their rows are the heads."""
+    width = model.width
     kv_width = model.head_width * model.kv_heads
     has_biases = model.biases or model.qkv_biases
-    query = linear("query", rows=model.attention_width, columns=model.width, split="rows", bias=has_biases)
-    key = linear("key", rows=kv_width, columns=model.width, split="rows", bias=has_biases)
-    value = linear("value", rows=kv_width, columns=model.width, split="rows", bias=has_biases)
-    return [*query, *key, *value]
+    tensors = linear("query", model.attention_width, width, "rows", has_biases)
+    tensors += linear("key", kv_width, width, "rows", has_biases)
+    tensors += linear("value", kv_width, width, "rows", has_biases)
+    return tensors
 
 
 def latent_queries_keys_and_values(model: Model) -> list[Tensor]:
-    """Tensors of multi-head latent attention, without biases (DeepSeek-AI 2024, section 2.1).
+    """The tensors that make queries, keys and values in multi-head latent attention (DeepSeek-AI 2024, section 2.1).
 
-    A "down" matrix makes few numbers of a token, and the queries, keys and values are made of these.
+    A "down" matrix makes few numbers of a token. The queries, keys and values are computed from these. There are no
+    biases.
     """
     query_width = model.heads * (model.head_width + model.position_width)
     kv_width = model.heads * model.head_width
@@ -303,24 +312,27 @@ def norms(model: Model, copies: int = 1) -> list[Tensor]:
 
 
 def linear(name: str, rows: int, columns: int, split: str, bias: bool, copies: int = 1) -> list[Tensor]:
-    """A linear module's weight, and its bias, if it has one; or those of several equal modules.
+    """The weight of a linear module, and its bias if it has one; or those of several equal modules.
 
-    split: whether tensor parallelism divides "rows" or "columns". A bias has a number for each row. So if the columns
-    are divided, it is not.
+    split: whether tensor parallelism divides the "rows" or the "columns" of the weight. A bias has a number for each
+    row, so it is divided only if the rows are.
     """
     tensors = [Tensor(name, rows, columns, split, copies)]
     if bias:
-        split_of_bias = "rows" if split == "rows" else ""
-        tensors.append(Tensor(f"{name} bias", rows, 1, split_of_bias, copies))
+        split_of_bias = ""
+        if split == "rows":
+            split_of_bias = "rows"
+        tensors.append(Tensor(f"{name} bias", rows, columns=1, split=split_of_bias, copies=copies))
     return tensors
 
 
 @functools.cache
 def matrices_of(model: Model, has_experts: bool) -> tuple[Tensor, ...]:
-    """The matrices that multiply one token in a layer, in the order of computing.
+    """The matrices that multiply one token in a layer, in the order in which they do so.
 
-    The matrices of its first expert are followed by those of its second one and so on. layer_tensors has another order:
-    the first matrix of all experts is one Tensor with ``copies``, and their second matrix is the next.
+    The matrices of the token's first expert are followed by those of its second expert, and so on. The order of
+    layer_tensors is another one: the first matrices of all experts are one Tensor with ``copies``, and their second
+    matrices are the next Tensor.
     """
     matrices_before_mlp = []
     matrices_of_expert = []  # or of the only MLP
@@ -342,10 +354,10 @@ QWEN: Fields = {"gated": True, "head_norms": True, "head_width": 128}
 
 
 def family(common: Fields, seq: int, vocab: int, *rows: tuple[str, int, int, int, Fields]) -> dict[str, Fields]:
-    """{name: fields} of models that differ in size only, for the table of presets below.
+    """{name: fields} of models that differ only in their sizes, for the table of presets below.
 
-    common, seq and vocab are of all models of the family. A row is a model's name, layers, width, heads, and further
-    fields, which win over the common ones.
+    common, seq and vocab: what all models of the family have. rows: for each model its name, layers, width, heads, and
+    further fields, which win over the common ones.
     """
     presets = {}
     for name, layers, width, heads, further_fields in rows:
@@ -419,5 +431,5 @@ PRESETS: dict[str, Fields] = {
 
 
 def model_of(model: str | dict[str, Any] | Model) -> Model:
-    """A Model from a preset's name or from a table of fields, which may name a preset under "preset"."""
+    """Make a Model from a preset's name or from a dict of fields, which may name a preset under "preset"."""
     return Model.of(with_preset(model, PRESETS, "model"))

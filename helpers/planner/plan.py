@@ -1,4 +1,4 @@
-"""One plan: what a job needs, before it runs. Numbers in base units; report.py puts them into words."""
+"""A plan: what a job needs, before it runs. Its numbers are in base units, and report.py puts them into words."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,49 +19,53 @@ STATES = ("parameters", "gradients", "optimizer")
 
 @dataclass(frozen=True)
 class Job(Record):
-    """What the run is: its tokens, and what a checkpoint and a failure cost."""
+    """What is known of the whole run: its tokens, and what a checkpoint and a failure cost."""
 
     tokens: float = 0  # of the whole run; 0 for not known
-    save_seconds: float = 60  # of a checkpoint for which training stops: w
-    restart_seconds: float = 300  # from a failure to the first new step: u0
+    save_seconds: float = 60  # how long training stops for a checkpoint
+    restart_seconds: float = 300  # from a failure to the first new step
 
     POSITIVE: ClassVar[tuple[str, ...]] = ("save_seconds",)
 
 
 @dataclass(frozen=True)
 class Utilization:
-    """Shares of a GPU's peak in a step: of the model's FLOPs, and of those with recomputation."""
+    """FLOP/s of a GPU in a step as shares of its peak, in 0..1."""
 
-    mfu: float
-    hfu: float
+    mfu: float  # of the model's FLOPs
+    hfu: float  # of the FLOPs with recomputation
 
 
 @dataclass(frozen=True)
 class Run:
-    """The whole run. None where the job has no tokens, the cluster no rate of failures, or no price."""
+    """The numbers of the whole run. None stands for what cannot be known."""
 
+    # These are known if the cluster has a rate of failures.
     mttf_hours: float | None = None
     checkpoint_every_seconds: float | None = None
     goodput: float | None = None
+    # These are known if the job has a number of tokens.
     tokens: float | None = None
     steps: float | None = None
     days: float | None = None  # without failures
+    # These are known if it has both.
     days_with_failures: float | None = None
     failures: float | None = None
+    # This is known if the job has tokens and the cluster a price.
     cost: float | None = None  # in the price's currency
 
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """What limits a job: memory if it does not fit, else time; and what is most of it."""
+    """What limits a job."""
 
-    limit: str
-    largest: str
+    limit: str  # "memory" if the job does not fit, otherwise "time"
+    largest: str  # what takes most of it, such as "activations"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a job needs: each number is computed when it is first read."""
+    """What a job needs. Each number is computed when it is first read."""
 
     model: Model
     cluster: Cluster
@@ -71,12 +75,12 @@ class Plan:
 
     @property
     def peak(self) -> float:
-        """FLOP/s of one GPU: the convention's, or the cluster's."""
+        """FLOP/s of one GPU: the convention's if it has one, otherwise the cluster's."""
         return self.conventions.peak or self.cluster.peak(self.layout.dtype)
 
     @cached_property
     def stages(self) -> list[dict[str, float]]:
-        """[{kind: bytes}] of a rank of each stage."""
+        """What a rank of each pipeline stage needs: [{kind: bytes}], with the sum as "total"."""
         return memory(self.model, self.layout, self.conventions)
 
     @property
@@ -87,7 +91,7 @@ class Plan:
 
     @property
     def kinds(self) -> dict[str, float]:
-        """{kind: bytes} of a rank of the fullest stage, without the total."""
+        """What a rank of the fullest stage needs: {kind: bytes}, without the total."""
         kinds = dict(self.stages[self.fullest])
         del kinds["total"]
         return kinds
@@ -125,9 +129,9 @@ class Plan:
 
     @property
     def bottleneck(self) -> Bottleneck:
-        """What limits the job: time, or memory if it does not fit; and what takes most of it.
+        """What limits the job: memory if it does not fit, otherwise time; and what takes most of it.
 
-        Of memory, parameters, gradients and optimizer state count together, as "states".
+        Parameters, gradients and optimizer state count together, as "states".
         """
         if self.fits:
             return Bottleneck("time", largest(self.step.parts))
@@ -153,10 +157,7 @@ class Plan:
 
     @cached_property
     def run(self) -> Run:
-        """Days, failures, checkpoints, goodput and cost of the whole run, as far as they are known.
-
-        Days need the job's tokens, failures and goodput the cluster's rate of failures, and the cost its price.
-        """
+        """Days, failures, checkpoints, goodput and cost of the whole run, as far as they are known (see Run)."""
         job = self.job
         nodes = self.cluster.nodes
         failure_rate = self.cluster.failures_per_node_day
@@ -196,17 +197,18 @@ def plan(
     conventions: dict[str, Any] | Conventions | None = None,
     job: dict[str, Any] | Job | None = None,
 ) -> Plan:
-    """The Plan of one job, such as plan("llama3-8b", "h100", {"dp": 8, "zero": 3}).
+    """Plan one job, such as plan("llama3-8b", "h100", {"dp": 8, "zero": 3}).
 
     Each argument is the planner's record itself or a dict of its fields. A model and a cluster may also be the name of
-    a preset; such a cluster gets as many GPUs as the layout has. Raises PlanError if a field is wrong, or if the layout
-    cannot divide the model or the cluster.
+    a preset. The cluster of a preset gets as many GPUs as the layout has. Raises PlanError if a field is wrong, or if
+    the layout cannot divide the model or the cluster.
     """
     model = model_of(model)
     layout = Layout.of(layout)
-    gpus = 0  # as many as the cluster's fields say
     if isinstance(cluster, str):
         gpus = layout.gpus
+    else:
+        gpus = 0  # as many as the cluster's fields say
     cluster = cluster_of(cluster, gpus)
     layout.check(model, cluster)
     return Plan(
@@ -219,5 +221,5 @@ def plan(
 
 
 def largest(sizes: dict[str, float]) -> str:
-    """The name whose size is largest, of {name: size}."""
+    """The name with the largest size, of {name: size}."""
     return max(sizes, key=lambda name: sizes[name])

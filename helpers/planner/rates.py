@@ -1,12 +1,14 @@
-"""Between seconds, FLOP/s and shares of a time: MFU, HFU, the bubble."""
+"""Rates of a step: FLOP/s, from which MFU and HFU follow, and the pipeline's bubble."""
 
 from helpers.planner.model import Model
 
 
 def achieved(model: Model, tokens_per_second: float, gpus: int, count: str = "6N+A", recompute: str = "none") -> float:
-    """FLOP/s of each GPU: model FLOPs, or hardware FLOPs where what is recomputed is counted, too.
+    """FLOP/s that each GPU reaches.
 
-    As a share of the peak the one is MFU (Chowdhery et al. 2022, appendix B), the other HFU (Korthikanti et al. 2022,
+    With recompute = "none" these are model FLOPs. Divided by the peak they are the MFU (Chowdhery et al. 2022,
+    appendix B).
+    Otherwise what is recomputed counts, too, and divided by the peak they are the HFU (Korthikanti et al. 2022,
     section 6.3).
     """
     return model.flops_per_token(count, recompute) * tokens_per_second / gpus
@@ -15,7 +17,7 @@ def achieved(model: Model, tokens_per_second: float, gpus: int, count: str = "6N
 def bubble(stages: int, micro_batches: int, interleave: int = 1) -> float:
     """The pipeline's idle time as a share of the ideal time, in which no stage waits.
 
-    (p-1)/(v·m), with p stages, m micro-batches and v parts of the model on each stage (Narayanan et al. 2021,
+    It is (p-1)/(v·m), with p stages, m micro-batches and v parts of the model on each stage (Narayanan et al. 2021,
     section 2.2).
     """
     return (stages - 1) / (interleave * micro_batches)

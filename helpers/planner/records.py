@@ -10,7 +10,7 @@ TYPE_NAMES = {int: "a whole number", float: "a number", str: "a word", bool: "tr
 
 
 class PlanError(ValueError):
-    """What was asked for is not possible: two lines, the second of which says what to do next."""
+    """What was asked for is not possible. The message has two lines, and the second one says what to do next."""
 
     @property
     def problem(self) -> str:
@@ -19,22 +19,25 @@ class PlanError(ValueError):
 
 
 def refuse(problem: str, hint: str) -> NoReturn:
-    """Raise a PlanError of two lines."""
+    """Raise a PlanError of two lines: the problem, and "Give" with the hint. Both are without a full stop."""
     raise PlanError(f"{problem}.\nGive {hint}.")
 
 
 def look_up(table: Mapping[str, Value], name: object, what: str) -> Value:
-    """table[name], or a PlanError that lists the names that the table has."""
+    """Return table[name], or raise a PlanError that lists the names that the table has.
+
+    what: what the name should be, such as "model", for the error.
+    """
     if not isinstance(name, str) or name not in table:
         refuse(f"{name!r} is not a {what} that the planner knows", f"one of {', '.join(table)}")
     return table[name]
 
 
 def with_preset(table: Any, presets: Mapping[str, dict[str, Any]], what: str) -> Any:
-    """Add to a table of fields those of the preset that it names under "preset"; its own fields win.
+    """Add to a table of fields those of the preset that it names under "preset". Its own fields win.
 
-    The name of a preset alone stands for all of its fields. What names no preset is returned as it is; Record.of checks
-    it. what: "model" or "cluster", for the PlanError about a name that is not in ``presets``.
+    A text instead of a table is the name of a preset. Anything else, without a preset, is returned as it is; Record.of
+    checks it later. what: "model" or "cluster", for the PlanError about a name that is not in ``presets``.
     """
     if isinstance(table, str):
         table = {"preset": table}
@@ -47,9 +50,10 @@ def with_preset(table: Any, presets: Mapping[str, dict[str, Any]], what: str) ->
 
 @dataclass(frozen=True)
 class Record:
-    """What a model, a cluster or a layout is derived from: a dataclass whose fields are checked when it is made.
+    """The base class of a model, a cluster, a layout and so on: a dataclass that checks its fields when it is made.
 
-    Each value must have its field's type, and no number may be below 0. POSITIVE names those that may not be 0 either.
+    Each value must have its field's type, and no number may be below 0. POSITIVE names the fields that may not be 0
+    either.
     """
 
     POSITIVE: ClassVar[tuple[str, ...]] = ()
@@ -59,7 +63,7 @@ class Record:
 
     @classmethod
     def of(cls, table: Any) -> Self:
-        """A record from a dict of its fields, or the record itself. PlanError for anything else."""
+        """Make a record from a dict of its fields, or return the given record. Raises PlanError for anything else."""
         if isinstance(table, cls):
             return table
         if not isinstance(table, dict):
@@ -85,7 +89,7 @@ class Record:
 
     @classmethod
     def described(cls) -> str:
-        """The names of the fields, for a command's help and for errors."""
+        """The names of the fields as text, for a command's help and for errors."""
         return ", ".join(field.name for field in fields(cls))
 
     def with_(self, **changes: Any) -> Self:
@@ -94,7 +98,7 @@ class Record:
 
 
 def correction(value: object, field_type: Any, positive: bool) -> str:
-    """Say what a field takes instead of a value that it cannot have; empty if it can have the value.
+    """What a field takes instead of a value that it cannot have: "a whole number above 0". It is "" for a right value.
 
     field_type: int, float, str, bool, dict[...] or Literal[...]. positive: whether a number must be above 0. Types are
     compared exactly, because True is also an int.
@@ -105,16 +109,17 @@ def correction(value: object, field_type: Any, positive: bool) -> str:
             return ""
         return f"one of {', '.join(map(str, choices))}"
 
-    field_type = get_origin(field_type) or field_type  # dict for dict[str, float]
-    if field_type not in (int, float):
-        if type(value) is field_type:
+    plain_type = get_origin(field_type) or field_type  # dict for dict[str, float]
+    if plain_type not in (int, float):
+        if type(value) is plain_type:
             return ""
-        return TYPE_NAMES[field_type]
+        return TYPE_NAMES[plain_type]
 
-    hint = f"{TYPE_NAMES[field_type]} above 0"
-    if type(value) is not int and type(value) is not field_type:  # A field of floats takes whole numbers, too.
+    hint = f"{TYPE_NAMES[plain_type]} above 0"
+    is_number = type(value) in (int, plain_type)  # A field of floats takes whole numbers, too.
+    if not is_number:
         return hint
     number = cast(float, value)
     if number > 0 or (number == 0 and not positive):
         return ""
-    return hint  # The number is NaN, for which every comparison is false, or it is too small.
+    return hint  # The number is too small, or it is NaN, for which every comparison is false.

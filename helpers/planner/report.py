@@ -1,6 +1,6 @@
-"""What a plan says, as sections of rows: as lines of text for a terminal, as tables for the book's page. Pure.
+"""A plan in words: sections of rows, as lines of text for a terminal, and as HTML for the book's page.
 
-Programs, such as the doctor, get the same records as JSON.
+Programs, such as the doctor, get the numbers as JSON.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,9 @@ from helpers.planner.records import PlanError
 from helpers.planner.search import GIB, Search
 from helpers.planner.step_time import COVERAGE
 
-ALWAYS_SHOWN = ("dp", "tp", "pp", "cp", "micro_batch", "batch")  # fields of a layout
+# Fields of a layout that are shown even if they have their defaults.
+ALWAYS_SHOWN = ("dp", "tp", "pp", "cp", "micro_batch", "batch")
+LAYOUTS_SHOWN = 10  # of a search, the fastest ones
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def answer(plan: Plan) -> Section:
         known_steps = "published steps of other programs"
     else:
         known_steps = "measured steps"
-    # Of known steps, a share of COVERAGE took a time within the range that the planner gives for them.
+    # COVERAGE is the share of known steps whose time is within the range that the planner gives for them.
     time_range = f"{of_time(step.low)} to {of_time(step.high)}, which covers {COVERAGE:.0%} of {known_steps}"
     rows = [
         memory_row(plan),
@@ -77,25 +79,27 @@ def answer(plan: Plan) -> Section:
 
 
 def memory_row(plan: Plan) -> Row:
-    """Say whether the fullest rank fits into its GPU's memory, how much it needs, and what takes most of it.
+    """Whether the fullest rank fits into its GPU's memory, how much it needs, and what takes most of it.
 
     A plan that fills more than SAFE_SHARE of the memory "may not fit", because real jobs need up to 18 % more memory
     than is planned.
     """
     available = f"{plan.cluster.memory / GIB:.1f} GiB"
     share = plan.bytes / plan.cluster.memory
-    is_safe = share <= SAFE_SHARE
-    if is_safe:
+    if share <= SAFE_SHARE:
         label = "fits"
-        limit = ""
+        warning = ""
     else:
-        label = "may not fit" if plan.fits else "does not fit"
-        limit = f"; a plan is safe up to {SAFE_SHARE:.0%}"
+        warning = f"; a plan is safe up to {SAFE_SHARE:.0%}"
+        if plan.fits:
+            label = "may not fit"
+        else:
+            label = "does not fit"
     return Row(
         label=label,
         value=f"{plan.bytes / GIB:.1f}",
         unit="GiB",
-        reason=f"{share:.0%} of the {available} of a GPU, most of it {largest(plan.kinds)}{limit}",
+        reason=f"{share:.0%} of the {available} of a GPU, most of it {largest(plan.kinds)}{warning}",
     )
 
 
@@ -128,9 +132,10 @@ def assumptions(plan: Plan) -> Section:
 def memory_of_stage(plan: Plan, stage: int) -> Section:
     """Bytes that a rank of a pipeline stage needs, by kind, with their sum."""
     bytes_of_kind = plan.stages[stage]
-    digits = 2
     if bytes_of_kind["total"] < GIB:
         digits = 6  # With two digits, most rows of such a small model would be 0.00.
+    else:
+        digits = 2
     rows = []
     for kind, size in bytes_of_kind.items():
         if size != 0:
@@ -173,16 +178,13 @@ def parts_of_step(plan: Plan) -> Section:
 
 
 def whole_run(plan: Plan) -> Section:
-    """Days, failures, checkpoints and cost of the whole run.
-
-    What is not known has no row: a Run has None for it.
-    """
+    """Days, failures, checkpoints and cost of the whole run. What is not known, which is None in a Run, has no row."""
     run = plan.run
     rows = []
     if run.days is not None:
         rows.append(Row("tokens", f"{run.tokens:.4g}", reason=f"in {run.steps:,.0f} steps"))
         rows.append(Row("without failures", f"{run.days:,.1f}", "days"))
-    # These three are known together, if the cluster's rate of failures is known.
+    # These three are either all known or all unknown.
     if run.mttf_hours is not None and run.checkpoint_every_seconds is not None and run.goodput is not None:
         seconds_to_failure = run.mttf_hours * 3600
         rows.append(time_row("a failure in", seconds_to_failure))
@@ -215,7 +217,7 @@ def lines(plan: Plan) -> Iterator[str]:
 
 
 def tables(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON has it: numbers in base units, seconds, bytes, FLOP/s and shares in 0..1."""
+    """The plan as tables for JSON. Numbers are in base units: seconds, bytes, FLOP/s, and shares in 0..1."""
     return {
         "model": {**asdict(plan.model), "parameters": plan.model.parameters()},
         "cluster": {**asdict(plan.cluster), "gpus": plan.cluster.gpus, "peak": plan.peak},
@@ -229,14 +231,14 @@ def tables(plan: Plan) -> dict[str, Any]:
 
 
 def search_tables(search: Search) -> dict[str, Any]:
-    """A search as JSON has it, with the ten fastest layouts."""
+    """A search as a table for JSON, with the fastest layouts."""
     return {
         "conventions": asdict(search.conventions),
         "tried": search.tried,
         "refused": search.refusals.total(),
         "too_large": len(search.too_large),
         "fits": len(search.fits),
-        "ranked": [asdict(fit) for fit in search.fits[:10]],
+        "ranked": [asdict(fit) for fit in search.fits[:LAYOUTS_SHOWN]],
     }
 
 
@@ -246,9 +248,12 @@ def search_tables(search: Search) -> dict[str, Any]:
 def plan_html(plan: Plan, command: str) -> str:
     """A plan as HTML for the book's page: a bar of memory, the answer as a list, and memory by kind as a table.
 
-    Below them is ``command``, the line for a terminal that prints all of the plan.
+    Below them is ``command``, the line for a terminal that prints the whole plan.
     """
-    css_class = "fits" if plan.fits else "too-large"
+    if plan.fits:
+        css_class = "fits"
+    else:
+        css_class = "too-large"
     items = "".join(f"<li>{row_html(row)}</li>" for row in answer(plan).rows)
     answer_list = f'<ul class="{css_class}">{items}</ul>'
 
@@ -267,14 +272,14 @@ def plan_html(plan: Plan, command: str) -> str:
 
 
 def search_html(search: Search) -> str:
-    """A search as HTML for the book's page: a table of the ten fastest layouts that fit, and why not their neighbours.
+    """A search as HTML for the book's page: a table of the fastest layouts, and why not other ones.
 
-    Each layout has a button, by which the page takes it over into its inputs.
+    Each layout has a button, which puts it into the inputs of the page.
     """
     if not search.fits:
         return error_html(search.error())
     table_rows = []
-    for fit in search.fits[:10]:
+    for fit in search.fits[:LAYOUTS_SHOWN]:
         # The page fills its inputs with these fields, and ignores those for which it has none.
         fields_of_layout = escape(as_argument(asdict(fit.layout)))
         table_rows.append(
@@ -294,7 +299,7 @@ def search_html(search: Search) -> str:
 
 
 def error_html(error: Exception) -> str:
-    """What is wrong with the inputs, and the next step: the two lines of a PlanError, or of an arithmetic error."""
+    """What is wrong with the inputs and what to do next, as HTML. The error is a PlanError or an ArithmeticError."""
     if isinstance(error, PlanError):
         message = str(error)
     else:
@@ -304,7 +309,7 @@ def error_html(error: Exception) -> str:
 
 
 def row_html(row: Row) -> str:
-    """A row as the inside of a list's item. A row without a value has only its label and its reason."""
+    """A row as the content of a list item in HTML. A row without a value shows only its label and its reason."""
     label = escape(row.label)
     reason = escape(row.reason)
     if not row.value:
@@ -313,10 +318,8 @@ def row_html(row: Row) -> str:
 
 
 def table_html(head: list[str], rows: list[list[str]]) -> str:
-    """A table. The cells of its head are text, and those of its rows are HTML already."""
-    header = ""
-    for title in head:
-        header += f"<th>{escape(title)}</th>"
+    """A table in HTML. The cells of its head are text, and those of its rows are HTML already."""
+    header = "".join(f"<th>{escape(title)}</th>" for title in head)
     body = ""
     for row in rows:
         cells = "".join(f"<td>{cell}</td>" for cell in row)
@@ -325,13 +328,13 @@ def table_html(head: list[str], rows: list[list[str]]) -> str:
 
 
 def bar_html(plan: Plan) -> str:
-    """A bar for the book's page of what a rank's memory holds: a strip for each kind, and a mark at the GPU's limit."""
-    bytes_of_kind = {kind: size for kind, size in plan.kinds.items() if size}
+    """A bar in HTML of what a rank's memory holds: a strip for each kind, and a mark at the GPU's limit."""
     bytes_of_full_width = max(plan.bytes, plan.cluster.memory)
     percent_of_byte = 100 / bytes_of_full_width
+    kinds = [kind for kind, size in plan.kinds.items() if size != 0]
     strips = ""
-    for number, (kind, size) in enumerate(bytes_of_kind.items()):
-        width = f"{size * percent_of_byte:.3f}%"
+    for number, kind in enumerate(kinds):
+        width = f"{plan.kinds[kind] * percent_of_byte:.3f}%"
         strips += f'<i class="kind-{number}" style="width:{width}" title="{escape(kind)}"></i>'
     limit = f"{plan.cluster.memory * percent_of_byte:.3f}%"
     return f'<div class="planner-bar" aria-hidden="true">{strips}<b style="left:{limit}"></b></div>'
@@ -354,7 +357,7 @@ def percent_row(label: str, share: float, reason: str = "") -> Row:
 def of_time(seconds: float) -> str:
     """Seconds as a number and a unit in which it is easy to read: "90 s", "3.5 h", "12 ms".
 
-    From two of a unit on, the larger unit is taken.
+    A larger unit is taken from two of it on: 90 s are 90 s, and 120 s are 2 min.
     """
     seconds_of_unit = {"days": 86400, "h": 3600, "min": 60}  # the largest first
     for unit, size in seconds_of_unit.items():
@@ -368,7 +371,7 @@ def of_time(seconds: float) -> str:
 
 
 def settings(layout: Layout) -> dict[str, Any]:
-    """{field: value} of a layout where it differs from the defaults, and always its sizes."""
+    """{field: value} of a layout: the fields that differ from the defaults, and those of ALWAYS_SHOWN."""
     result = {}
     for field in fields(layout):
         value = getattr(layout, field.name)
@@ -378,17 +381,17 @@ def settings(layout: Layout) -> dict[str, Any]:
 
 
 def in_words(values: dict[str, Any]) -> str:
-    """The values as text for a reader: "a 1, b true"."""
+    """{name: value} as text for a reader: "a 1, b true"."""
     return ", ".join(f"{name} {setting(value)}" for name, value in values.items())
 
 
 def as_argument(values: dict[str, Any]) -> str:
-    """The values as text for a command's argument or a button of the page: "a=1,b=true"."""
+    """{name: value} as text for a command's argument or a button of the page: "a=1,b=true"."""
     return ",".join(f"{name}={setting(value)}" for name, value in values.items())
 
 
 def setting(value: object) -> str:
-    """A value as TOML and JSON write it, without quotation marks: so True is "true"."""
+    """A value as text, as TOML and JSON write it but without quotation marks: True is "true"."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(value)

@@ -1,4 +1,4 @@
-"""Every layout of a model on a cluster: which are refused and why, which do not fit, and the rest by step time."""
+"""All layouts of a model on a cluster: which are refused and why, which do not fit, and the rest by step time."""
 
 import itertools
 from collections import Counter
@@ -14,8 +14,10 @@ from helpers.planner.model import Model, model_of
 from helpers.planner.records import PlanError, refuse
 from helpers.planner.step_time import INTERVAL_FACTOR, StepTime, step_time
 
-MESH = ("tp", "pp", "cp", "ep")  # The other GPUs are dp.
+# Fields of a layout: the sizes of the mesh that are tried (dp follows from them), and those whose values are explained.
+MESH = ("tp", "pp", "cp", "ep")
 EXPLAINED = (*MESH, "zero", "shard", "micro_batch", "interleave", "recompute")
+LONG_SAMPLE = 16384  # tokens: up to these, a sample fits on one rank, so context parallelism is not tried
 GIB = 2**30
 
 
@@ -24,19 +26,19 @@ class Candidate:
     """A layout that is possible, and what its fullest rank needs."""
 
     layout: Layout
-    bytes: float
-    largest: str  # the kind of memory that takes most there, such as "activations"
+    bytes: float  # that the rank needs
+    largest: str  # the kind of memory that takes most of them, such as "activations"
 
     @property
     def need(self) -> str:
-        """A sentence of a search in which no layout fits, about the one that needs least memory."""
+        """A sentence about this layout if it is the smallest one and does not fit."""
         size = f"{self.bytes / GIB:.1f} GiB"
         return f"The smallest, {self.layout.summary}, needs {size}, most of it {self.largest}."
 
 
 @dataclass(frozen=True)
 class Fit(Candidate):
-    """A layout that fits, with its time."""
+    """A layout that fits, with the predicted time of a step."""
 
     step: StepTime
 
@@ -47,7 +49,7 @@ class Fit(Candidate):
 
 @dataclass(frozen=True)
 class Reason:
-    """Why the search did not take another value of a field: a line about the best layout that has this value."""
+    """Why the search did not choose another value of a field: a line about the best layout that has this value."""
 
     layout: Layout
     line: str
@@ -55,25 +57,27 @@ class Reason:
 
 @dataclass
 class Search:
-    """The layouts of a model on a cluster."""
+    """The layouts of a model on a cluster, and what became of each."""
 
+    # What is searched.
     model: Model
     cluster: Cluster
     conventions: Conventions
-    memory_share: float = SAFE_SHARE  # of a GPU's memory, which a layout may need
-    constraints: tuple[str, ...] = ()  # fields of a layout that the caller chose
+    memory_share: float = SAFE_SHARE  # the share of a GPU's memory that a layout may need
+    constraints: tuple[str, ...] = ()  # names of the layout's fields that the caller chose
+    # What was found.
     fits: list[Fit] = field(default_factory=list)  # the fastest first
     too_large: list[Candidate] = field(default_factory=list)  # the smallest first
-    refusals: Counter[str] = field(default_factory=Counter)  # {what is wrong: layouts that are refused for it}
+    refusals: Counter[str] = field(default_factory=Counter)  # {what is wrong: how many layouts are refused for it}
 
     def add_mesh(self, mesh: dict[str, int], settings: list[dict[str, Any]], batch: int) -> None:
-        """Try one choice of mesh sizes with each of the settings of a layout's other fields.
+        """Try one choice of mesh sizes with all settings of a layout's other fields.
 
         mesh: {field: size} for each field of MESH, such as {"tp": 8, "pp": 1, "cp": 1, "ep": 1}. settings: each is
         {field: value} of the other fields, such as {"zero": 3, "micro_batch": 2, …}. batch: samples of a step.
 
-        If the sizes alone are impossible, this is found once and counted for all settings. Most layouts of a search are
-        refused so.
+        If the sizes alone are impossible, this is found out once and counted for all settings. Most layouts of a search
+        are refused in this way.
         """
         # Without pipeline stages there is nothing to interleave.
         has_stages = mesh["pp"] > 1
@@ -84,7 +88,7 @@ class Search:
             return
         dp = self.cluster.gpus // ranks
         sizes: dict[str, Any] = {**mesh, "dp": dp, "sequence_parallel": mesh["tp"] > 1}
-        # A shard among all data-parallel ranks is what 0 stands for, so it is not tried twice.
+        # shard = 0 stands for all data-parallel ranks, so their number is not tried as well.
         data_ranks = dp * mesh["cp"]
         settings_to_try = [setting for setting in settings_to_try if setting["shard"] < data_ranks]
 
@@ -101,21 +105,23 @@ class Search:
         """Try one layout, and add it to ``fits`` or to ``too_large``, or count it in ``refusals``.
 
         ``fields`` are those of a Layout, such as {"batch": 512, "tp": 8, "pp": 1, "zero": 3, …}. A layout is refused if
-        it is impossible, and too large if its fullest rank needs more than the share of a GPU's memory that a plan may
-        fill. If it fits, the seconds that a step takes are predicted too.
+        it is impossible. It is too large if its fullest rank needs more than ``memory_limit``. If it fits, the seconds
+        of a step are predicted, too.
         """
         try:
             layout = Layout(**fields).check(self.model, self.cluster)
         except PlanError as error:
             self.refusals[error.problem] += 1
             return
-        total_bytes, bytes_of_kind = fullest_stage(self.model, layout, self.conventions)
-        largest_kind = max(bytes_of_kind, key=lambda kind: bytes_of_kind[kind])  # such as "activations"
-        if total_bytes > self.memory_limit:
-            self.too_large.append(Candidate(layout, total_bytes, largest_kind))
+        bytes_of_kind = memory_of_fullest_stage(self.model, layout, self.conventions)
+        total = bytes_of_kind["total"]
+        kinds = [kind for kind in bytes_of_kind if kind != "total"]
+        largest_kind = max(kinds, key=lambda kind: bytes_of_kind[kind])  # such as "activations"
+        if total > self.memory_limit:
+            self.too_large.append(Candidate(layout, total, largest_kind))
         else:
             step = step_time(self.model, layout, self.cluster, self.conventions)
-            self.fits.append(Fit(layout, total_bytes, largest_kind, step))
+            self.fits.append(Fit(layout, total, largest_kind, step))
 
     @property
     def memory_limit(self) -> float:
@@ -124,24 +130,28 @@ class Search:
 
     @property
     def best(self) -> Fit:
-        """The layout with the fewest predicted seconds; PlanError where none fits."""
+        """The layout with the fewest predicted seconds. Raises PlanError if none fits."""
         if not self.fits:
             raise self.error()
         return self.fits[0]
 
     def error(self) -> PlanError:
         """The PlanError of a search in which no layout fits."""
-        verb = "fits" if self.too_large else "can be"
-        return PlanError(f"no layout of {self.model.name} {verb}.\n{self.advice}")
+        if self.too_large:
+            problem = f"no layout of {self.model.name} fits"
+        else:
+            problem = f"no layout of {self.model.name} can be"
+        return PlanError(f"{problem}.\n{self.advice}")
 
     @property
     def tried(self) -> int:
+        """How many layouts were tried."""
         return len(self.fits) + len(self.too_large) + self.refusals.total()
 
     # --- The search in words ---
 
     def explain(self) -> list[str]:
-        """A few lines: the counts, the choice, why not its neighbours, and how close the next ones are."""
+        """The search in lines: the counts, the choice, why not another one, and how many others are as fast."""
         return [self.counts, self.choice, *self.reasons(), self.margin]
 
     @property
@@ -163,7 +173,7 @@ class Search:
 
     @property
     def margin(self) -> str:
-        """How many other layouts may be as fast, because their times differ by less than a prediction may be off."""
+        """How many other layouts may be as fast, because a prediction may be off by more than their times differ."""
         close = [fit for fit in self.fits[1:] if fit.seconds <= self.best.seconds * INTERVAL_FACTOR]
         interval = f"within a factor of {INTERVAL_FACTOR} of it, which a prediction may be off"
         return f"{len(close)} more {interval}: measure a few."
@@ -186,11 +196,11 @@ class Search:
     def reasons(self) -> list[str]:
         """Sentences that say, field by field, why the values next to those of the best layout are worse.
 
-        Such as "Why not tp = 4? +12.0% with dp 16, tp 4, zero 3, micro-batch 1: tensor parallel +0.31 s." If one layout
-        is the reason for several fields, only the first sentence about it is given.
+        For example "Why not tp = 4? +12.0% with dp 16, tp 4, zero 3, micro-batch 1: tensor parallel +0.31 s." If a
+        layout is the reason for several fields, only the first sentence about it is given.
         """
         sentences = []
-        mentioned = set()
+        mentioned: set[Layout] = set()
         for name in EXPLAINED:
             for value in self.values_beside_the_best(name):
                 reason = self.why_not(name, value)
@@ -200,10 +210,10 @@ class Search:
         return sentences
 
     def values_beside_the_best(self, name: str) -> list[Any]:
-        """The values of a layout's field that are next to the best layout's, of those that were tried.
+        """Of the values that were tried for a field, those next to the best layout's value.
 
-        At most two: the next smaller one and the next larger one. The values of recompute are words, which have no
-        order, so all others of them are returned.
+        These are the next smaller one and the next larger one, as far as they exist. The values of recompute are words,
+        which have no order, so all others of them are returned.
         """
         best_value = getattr(self.best.layout, name)
         tried_values = {getattr(candidate.layout, name) for candidate in (*self.fits, *self.too_large)}
@@ -221,8 +231,8 @@ class Search:
     def why_not(self, name: str, value: Any) -> Reason:
         """Say why the search did not choose a layout in which a field has this value.
 
-        The reason is how much slower the fastest of these layouts is, and in what; or, if none of them fits, how much
-        memory the smallest needs. One with this value must have been tried.
+        The reason is how much slower the fastest of these layouts is, and in what. If none of them fits, it is how much
+        memory the smallest needs. A layout with this value must have been tried.
         """
         question = f"Why not {name} = {value}?"
         for fit in self.fits:  # the fastest first
@@ -237,7 +247,7 @@ class Search:
 
 
 def differences(step: StepTime, best: StepTime) -> str:
-    """In which two parts a step differs most from the best layout's, in words and seconds.
+    """The two parts in which a step differs most from the best layout's step, in words.
 
     They are the part that loses most and the one that saves most: "tensor parallel +1.20 s, data parallel -0.30 s".
     """
@@ -254,18 +264,17 @@ def differences(step: StepTime, best: StepTime) -> str:
     return ", ".join(texts)
 
 
-def fullest_stage(model: Model, layout: Layout, conventions: Conventions) -> tuple[float, dict[str, float]]:
-    """How much memory the fullest rank needs: (bytes in all, {kind: bytes}), with kinds such as "activations".
+def memory_of_fullest_stage(model: Model, layout: Layout, conventions: Conventions) -> dict[str, float]:
+    """{kind: bytes} that a rank of the fullest pipeline stage needs, such as "activations", and their sum as "total".
 
-    To save time, only the first, second and last stage are compared, unless their numbers of layers differ.
+    To save time, only the first, second and last stage are compared, unless the stages' numbers of layers differ.
     """
-    stages = layout.typical_stages
     if layout.uneven_stages:
         stages = list(range(layout.pp))
+    else:
+        stages = layout.typical_stages
     memories = [stage_memory(model, layout, conventions, stage) for stage in stages]
-    bytes_of_fullest = max(memories, key=lambda bytes_of_kind: bytes_of_kind["total"])
-    without_total = {kind: size for kind, size in bytes_of_fullest.items() if kind != "total"}
-    return bytes_of_fullest["total"], without_total
+    return max(memories, key=lambda bytes_of_kind: bytes_of_kind["total"])
 
 
 def search(
@@ -283,8 +292,9 @@ def search(
     memory_share: how much of a GPU's memory a layout may need, in 0..1. Real jobs need up to 18 % more than is
     planned, so a search that may fill all of it can recommend a layout that runs out of memory.
     """
-    *_, result = searching(model, cluster, batch, conventions, memory_share, **constraints)
-    return result
+    # All parts give the same Search, which is ranked after the last one.
+    parts = list(searching(model, cluster, batch, conventions, memory_share, **constraints))
+    return parts[-1]
 
 
 def searching(
@@ -295,9 +305,9 @@ def searching(
     memory_share: float = SAFE_SHARE,
     **constraints: Any,
 ) -> Iterator[Search]:
-    """The same search, in parts: yields what there is after each choice of mesh sizes. Only the last is ranked.
+    """Do the work of ``search`` in parts, and yield the same Search after each. It is ranked after the last one.
 
-    A page that shows the result can answer something else between two parts, or give the search up.
+    So a page that shows the result can answer something else between two parts, or give up the search.
     """
     if not 0 < memory_share <= 1:
         refuse(f"memory_share = {memory_share} is not a share of a GPU's memory", "more than 0 and at most 1")
@@ -312,8 +322,11 @@ def searching(
             mesh_options[name] = values
         else:
             other_options[name] = values
-    # HSDP, a shard among fewer ranks than all, is tried with ZeRO-3 only.
-    settings = [setting for setting in combinations(other_options) if setting["zero"] == 3 or setting["shard"] == 0]
+    settings = []
+    for setting in combinations(other_options):
+        is_hsdp = setting["shard"] != 0  # a shard among fewer ranks than all
+        if setting["zero"] == 3 or not is_hsdp:
+            settings.append(setting)
     for mesh in combinations(mesh_options):
         result.add_mesh(mesh, settings, batch)
         yield result
@@ -325,8 +338,8 @@ def searching(
 def values_to_try(model: Model, cluster: Cluster, batch: int, constraints: dict[str, Any]) -> dict[str, list[Any]]:
     """{field of a layout: the values that a search tries}: the default ones, or the caller's ``constraints``.
 
-    A constraint is a value or a list of values. Raises PlanError for a value that the field cannot have, so that it is
-    refused once, and not counted as a refusal of each layout.
+    A constraint is a value or a list of values. Raises PlanError for a value that the field cannot have: that is an
+    error of the caller, and no reason to refuse layout after layout.
     """
     options = choices(model, cluster, constraints.get("attention", "flash"))
     for name, value in constraints.items():
@@ -338,7 +351,7 @@ def values_to_try(model: Model, cluster: Cluster, batch: int, constraints: dict[
         for value in values:
             Layout.check_fields({name: value})
     for dtype in options.get("dtype", []):
-        cluster.peak(dtype)  # PlanError for a type that the GPU does not have
+        cluster.peak(dtype)  # It raises PlanError for a type that the GPU does not have.
     return options
 
 
@@ -354,15 +367,18 @@ def choices(model: Model, cluster: Cluster, attention: str = "flash") -> dict[st
     node = cluster.gpus_per_node
     gpus = cluster.gpus
     powers_of_two = [2**power for power in range(gpus.bit_length())]
-    cp_sizes = [1]
-    if model.seq > 16384:  # Shorter samples fit on one rank.
+    if model.seq > LONG_SAMPLE:
         cp_sizes = [1, 2, 4, 8]
+    else:
+        cp_sizes = [1]
     ep_sizes = {1}
     if model.experts:
         ep_sizes.add(min(model.experts, node))
         ep_sizes.add(model.experts)
-    # What to recompute between nothing and all: attention's scores if they are stored, or else some operations.
-    recompute_in_part = "selective" if attention == "scores" else "sac"
+    if attention == "scores":
+        recompute_in_part = "selective"  # The stored scores of attention are recomputed.
+    else:
+        recompute_in_part = "sac"
     return {
         "tp": [size for size in powers_of_two if size <= 2 * node],
         "pp": [size for size in range(1, min(model.layers, gpus) + 1) if gpus % size == 0],
@@ -378,6 +394,6 @@ def choices(model: Model, cluster: Cluster, attention: str = "flash") -> dict[st
 
 
 def combinations(options: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
-    """Every way to choose one value for each name, from {name: values}: each as {name: value}."""
+    """Yields every way to choose one value for each name, as {name: value}. options: {name: values}."""
     for values in itertools.product(*options.values()):
         yield dict(zip(options, values, strict=True))

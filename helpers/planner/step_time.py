@@ -1,9 +1,10 @@
 """Seconds of a training step, from counts of work and five constants that were fitted on 88 measured steps.
 
-The steps are vTrain's (Bang et al. 2024): Megatron-LM on 64 to 512 A100 GPUs; experiments/vtrain.py fits them. Work is
-counted from the model and the layout; the constants say which share of a data sheet's speed is reached. For other GPUs
-the data sheet changes and the shares stay, but for the factors of corrections.py, which were fitted on published steps
-of other programs. Such a prediction is an extrapolation, which its interval says.
+The steps are vTrain's (Bang et al. 2024), of Megatron-LM on 64 to 512 A100 GPUs; experiments/vtrain.py fits the
+constants. Work is counted from the model and the layout, and the constants say which share of a data sheet's speed is
+reached. For other GPUs the data sheet is another one and the shares stay the same, apart from the factors of
+corrections.py, which were fitted on published steps of other programs. Such a prediction is an extrapolation, and its
+interval is that of those steps.
 """
 
 from collections.abc import Iterable
@@ -22,10 +23,10 @@ from helpers.planner.model import Model
 class Constants:
     """The constants of the fit: which share of each data sheet speed a program reaches, and the host's seconds."""
 
-    matmul: float  # share of the peak FLOP/s that large matrix products reach
-    memory: float  # share of the memory's speed that elementwise operations reach
-    in_node: float  # share of the link in a node that collectives reach
-    between: float  # share of the link between nodes that collectives reach
+    matmul: float  # the share of the peak FLOP/s that large matrix products reach
+    memory: float  # the share of the memory's speed that elementwise operations reach
+    in_node: float  # the share of the speed of links in a node that collectives reach
+    between: float  # the share of the speed of links between nodes that collectives reach
     launch: float  # seconds that the host takes to launch the kernels of one layer in one pass
 
 
@@ -35,7 +36,7 @@ FITTED = Constants(matmul=0.733, memory=0.829, in_node=0.806, between=0.799, lau
 # with vtrain.interval_factor().
 COVERAGE = 0.9
 INTERVAL_FACTOR = 1.18
-# Measured speeds of products and links are what a program has reached already, so no share of them is taken off.
+# If the cluster's speeds of products and links were measured, a program has reached all of them.
 CONSTANTS_AT_MEASURED_SPEEDS = replace(FITTED, matmul=1.0, in_node=1.0, between=1.0)
 
 # Memory traffic of the optimizer for each parameter that a rank updates: float32 weights and two moments are read and
@@ -52,23 +53,23 @@ class StepTime:
     """The predicted seconds of one step, and the interval in which a measurement is expected."""
 
     seconds: float
-    low: float
+    low: float  # of the interval
     high: float
     parts: dict[str, float]  # {part of the step: seconds}
-    extrapolated: str  # how the step differs from the measured ones; empty if it does not
+    extrapolated: str  # how the step differs from the measured ones, in words; empty if it does not
 
     @property
     def rounded(self) -> float:
-        """Seconds to nine digits: layouts that differ by less are equally fast, on every machine."""
+        """The seconds with nine digits. Layouts that differ by less are called equally fast, on every machine."""
         return float(f"{self.seconds:.9g}")
 
 
 def step_time(model: Model, layout: Layout, cluster: Cluster, conventions: Conventions | None = None) -> StepTime:
     """Predict the seconds of a training step, and the interval in which a measurement of it is expected.
 
-    Each model size was left out of the fit in turn, and 89 % of its measured steps lay in the interval that was
-    predicted without it (vtrain.coverage). Where the job differs from the measured ones, the interval is that of
-    published steps of other programs (corrections.py).
+    The interval was tested by leaving each model size out of the fit in turn: 89 % of the measured steps were in the
+    interval that was predicted without their model size (vtrain.coverage). If the job differs from the measured ones,
+    the interval is that of published steps of other programs (corrections.py).
     """
     if cluster.measured:
         constants = CONSTANTS_AT_MEASURED_SPEEDS
@@ -81,9 +82,10 @@ def step_time(model: Model, layout: Layout, cluster: Cluster, conventions: Conve
     seconds = sum(seconds_by_part.values())
 
     differences = extrapolated(model, layout, cluster)
-    interval_factor = INTERVAL_FACTOR
     if differences:
         interval_factor = EXTRAPOLATION_FACTOR
+    else:
+        interval_factor = INTERVAL_FACTOR
     return StepTime(
         seconds=seconds,
         low=seconds / interval_factor,
@@ -94,9 +96,9 @@ def step_time(model: Model, layout: Layout, cluster: Cluster, conventions: Conve
 
 
 def extrapolated(model: Model, layout: Layout, cluster: Cluster) -> str:
-    """In what a job differs from all the measured steps on which the constants were fitted, in words.
+    """How a job differs from all the measured steps on which the constants were fitted, in words.
 
-    For example "experts, FSDP or ZeRO"; empty if it does not differ.
+    For example "experts, FSDP or ZeRO". It is empty if the job does not differ.
     """
     differences = {
         f"{cluster.gpu} (fitted on A100s)": not cluster.gpu.startswith("a100"),
@@ -116,16 +118,16 @@ def extrapolated(model: Model, layout: Layout, cluster: Cluster) -> str:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """What one rank computes for one micro-batch in an average layer, all passes together.
+    """What one rank computes for one micro-batch in an average layer, in all passes together.
 
     Times are seconds at the full speed of the data sheet.
     """
 
-    passes: int  # one forward, a backward that counts as two, and one more forward if it is recomputed
-    products: float  # seconds of the matrix products outside of attention and of experts
-    expert_products: float  # seconds of those of the routed experts
-    attention: float  # seconds of attention's matrix products; context parallelism hides behind them
-    elementwise: float  # seconds of what only reads and writes memory
+    passes: int  # 1 for the forward, 2 for the backward, and 1 more if the forward is recomputed
+    products: float  # seconds of the matrix products outside of attention and of routed experts
+    expert_products: float  # seconds of the routed experts' matrix products
+    attention: float  # seconds of attention's matrix products, behind which context parallelism may hide
+    elementwise: float  # seconds of operations that only read and write memory
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ class StepWork:
     layers: int  # on the busiest stage
     layers_of_last: int  # on the last stage, which also computes the head
     layer: LayerWork
-    attention_share: float  # of the peak, which attention's kernel reaches; 0 if it reaches what other products do
+    attention_share: float  # of the peak that attention's kernel reaches; 0 if it is that of other products
     head: float  # seconds for one micro-batch
     loss: float  # seconds for one micro-batch
     optimizer: float  # seconds for one step
@@ -145,17 +147,18 @@ class StepWork:
     expert_parallel: list[Collective]
     context_parallel: list[Collective]
     to_stages: list[Collective]
-    overlapped: list[Collective]  # those of gradients that hide behind a backward
-    overlapping_micro_batches: int  # in whose backward they hide
-    data_parallel: list[Collective]  # the other ones of parameters and gradients
+    # Collectives of gradients that run during a backward, and during how many micro-batches' backwards they do.
+    overlapped: list[Collective]
+    overlapping_micro_batches: int
+    data_parallel: list[Collective]  # all others of parameters and gradients
 
 
 def count_work(model: Model, layout: Layout, cluster: Cluster, conventions: Conventions) -> StepWork:
     """Count what a step computes, moves and sends, in seconds at the full speed of the data sheet.
 
-    DDP's and ZeRO's collectives are planned to follow the backward, as in Megatron-LM when it was measured, so their
-    time is an upper bound. With the convention overlap = "backward" the gradients' collectives run during the backward,
-    as PyTorch's DDP reduces its buckets (Li et al. 2020, section 3.2.3).
+    The collectives of DDP and ZeRO follow the backward, as they did in Megatron-LM when it was measured, so their time
+    is an upper bound. With the convention overlap = "backward" those of gradients run during the backward, as PyTorch's
+    DDP reduces its buckets (Li et al. 2020, section 3.2.3).
     """
     stage_layers = layout.stage_layers(model)
     most_layers = max(stage_layers)
@@ -164,21 +167,23 @@ def count_work(model: Model, layout: Layout, cluster: Cluster, conventions: Conv
     attention_share = 0.0
     if layout.attention == "flash":
         attention_share = cluster.attention_reaches
-    updated_parameters = 0.0  # with offload the host updates them
+    updated_parameters = 0.0  # by this rank's GPU; with offload the host updates them
     if not layout.offload:
         updated_parameters = stage_parameters(model, layout, busiest_stage) / layout.sharers
 
-    # The output layer: 2 FLOPs for each weight and token in the forward, and twice as many in the backward.
+    # The output layer takes 2 FLOPs for each weight and token in the forward, and twice as many in the backward.
     flops_per_weight = 6
     logits = layout.tokens(model) * model.vocab / layout.tp
     head_flops = flops_per_weight * logits * model.width
     # PER_LOGIT_BYTES are counted for logits of 2 bytes.
     loss_bytes = PER_LOGIT_BYTES * logits * layout.element_bytes / 2
 
-    # A stage in the middle both receives and sends. Recomputation includes a layer's last output (early_stop=False),
-    # because Megatron-LM, which was measured, computes it, too.
-    middle_stage = 1 if layout.pp > 2 else 0
-    of_activations = activations(model, layout, stage=middle_stage, early_stop=False, dispatch=conventions.dispatch)
+    # A stage in the middle is counted, if there is one, because it both receives and sends. Recomputation includes a
+    # layer's last output (early_stop=False), because Megatron-LM, which was measured, computes it, too.
+    counted_stage = 0
+    if layout.pp > 2:
+        counted_stage = 1
+    of_activations = activations(model, layout, counted_stage, early_stop=False, dispatch=conventions.dispatch)
     between_stages = []
     in_layers = []
     for collective in with_seconds(of_activations, cluster):
@@ -221,7 +226,7 @@ def count_work(model: Model, layout: Layout, cluster: Cluster, conventions: Conv
 
 
 def layer_work(model: Model, layout: Layout, cluster: Cluster, conventions: Conventions) -> LayerWork:
-    """Divide the FLOPs and bytes of an average layer by the data sheet's speeds."""
+    """What one rank computes in an average layer: its FLOPs and bytes, divided by the data sheet's speeds."""
     products = product_flops(model, layout) / cluster.limited_peak(layout.dtype)
     expert_products = products * model.expert_gemm_weights() / model.gemm_weights()
     return LayerWork(
@@ -234,7 +239,7 @@ def layer_work(model: Model, layout: Layout, cluster: Cluster, conventions: Conv
 
 
 def passes_over_layer(layout: Layout) -> int:
-    """How many forwards a step's passes are worth: the forward, the backward, which is two, and a recomputed one."""
+    """How many forwards the passes over a layer are worth: 1 for the forward, 2 for the backward, 1 if recomputed."""
     forward = 1
     backward = 2
     if layout.recomputes_layers:
@@ -245,7 +250,8 @@ def passes_over_layer(layout: Layout) -> int:
 def recomputes_attention(layout: Layout) -> bool:
     """Whether the backward computes the attention scores again.
 
-    Checkpointing of operations ("sac") keeps the output of FlashAttention, which is one operation, but not the scores.
+    Checkpointing of operations ("sac") keeps the output of FlashAttention, which is one operation. It does not keep
+    scores.
     """
     if layout.recompute == "sac":
         return layout.attention == "scores"
@@ -281,21 +287,25 @@ def attention_flops(model: Model, layout: Layout, conventions: Conventions) -> f
 def elementwise_bytes(model: Model, layout: Layout) -> float:
     """Bytes that an average layer's norms, additions, activation functions and scores move for one micro-batch.
 
-    All passes together. For GPT with dropout in 16 bits, one pass moves 22h + 16h/t bytes a token, and with stored
-    scores 13as/t more, where h is the width, t = tp, a the heads and s the sequence length.
+    They are counted for all passes together. For GPT with dropout in 16 bits, one pass moves 22h + 16h/t bytes a token,
+    and with stored scores 13as/t more, where h is the width, t = tp, a the heads and s the sequence length.
     """
-    # Bytes are counted for numbers of 16 bits first; the last line corrects this for other numbers.
+    # Bytes are counted for numbers of 16 bits. The last line makes them right for other numbers.
     number_bytes = 2
-    mask_bytes = 1 if model.dropout else 0  # of dropout, for one number
+    mask_bytes = 0  # of dropout, for one number
+    if model.dropout:
+        mask_bytes = 1
 
-    # With each of the layer's norms comes one addition to the residual stream, and one dropout.
+    # For each of the layer's norms there is one addition to the residual stream and one dropout.
     norm_bytes = 2 * number_bytes  # A norm reads a number and writes one.
     addition_bytes = 3 * number_bytes  # An addition reads two numbers and writes one.
     bytes_of_width = norm_bytes + addition_bytes + mask_bytes
     bytes_of_pass = bytes_of_width * model.norms * model.width / layout.norm_sharers
 
-    # An activation function reads a number and writes one; a gated one reads two.
-    activation_bytes = 3 * number_bytes if model.gated else 2 * number_bytes
+    # An activation function reads a number and writes one. A gated one reads two.
+    activation_bytes = 2 * number_bytes
+    if model.gated:
+        activation_bytes += number_bytes
     mlp_numbers = model.ffn
     if model.experts:
         mlp_numbers *= model.active_experts + model.shared_experts
@@ -311,13 +321,15 @@ def elementwise_bytes(model: Model, layout: Layout) -> float:
         if model.dropout:
             score_bytes += 2 * number_bytes + mask_bytes  # Dropout reads and writes it once more.
         scores_per_token = model.heads * model.seq
-        passes_over_scores = 4 if recomputes_attention(layout) else 3
+        passes_over_scores = 3
+        if recomputes_attention(layout):
+            passes_over_scores = 4
         bytes_per_token += score_bytes * scores_per_token / layout.tp * passes_over_scores
     return layout.tokens(model) * bytes_per_token * layout.element_bytes / number_bytes
 
 
 def memory_speed(layout: Layout, cluster: Cluster) -> float:
-    """Bytes a second of the GPU's memory; if they are not given, in an A100's proportion to the peak."""
+    """Bytes a second of the GPU's memory. If the cluster does not say, they follow from the peak, as on an A100."""
     if cluster.memory_speed:
         return cluster.memory_speed
     a100 = PRESETS["a100"]
@@ -329,21 +341,24 @@ def memory_speed(layout: Layout, cluster: Cluster) -> float:
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Seconds of one micro-batch in one layer of one rank, all passes together."""
+    """Seconds of one micro-batch in one layer of one rank, in all passes together."""
 
     products: float
     elementwise: float
-    tensor: float  # of collectives, as far as nothing hides them: of tensor, expert and context parallelism
+    # Of the collectives of tensor, expert and context parallelism, as far as they do not run during something else.
+    tensor: float
     expert: float
     context: float
-    launch: float  # for which the GPU waits for the host
+    launch: float  # in which the GPU waits for the host
 
     @property
     def gpu_busy(self) -> float:
+        """Seconds in which the GPU computes or communicates."""
         return self.products + self.elementwise + self.tensor + self.expert + self.context
 
     @property
     def total(self) -> float:
+        """Seconds in which the GPU is busy or waits for the host."""
         return self.gpu_busy + self.launch
 
 
@@ -351,11 +366,11 @@ def seconds_of_layer(work: StepWork, constants: Constants, corrections: Correcti
     """Seconds of one micro-batch in one layer, from its work, which is counted in seconds at full speed.
 
     constants: the shares of full speed that products, memory and links reach. corrections: factors for programs and
-    GPUs other than those that the constants were fitted on.
+    GPUs other than those on which the constants were fitted.
     """
     layout = work.layout
     conventions = work.conventions
-    layer_passes = work.layers * layout.micro_batches  # how often in a step a micro-batch comes to a layer of the stage
+    layer_passes = work.layers * layout.micro_batches  # how often in a step a layer of the stage gets a micro-batch
 
     products = work.layer.products + work.layer.expert_products / corrections.experts
     if layout.dtype == "float8":
@@ -388,7 +403,7 @@ def seconds_of_layer(work: StepWork, constants: Constants, corrections: Correcti
         launch=0,
     )
     # The GPU waits if the host takes longer to launch kernels than the GPU takes to run them. The root of the sum of
-    # squares is near the longer of the two times, and goes smoothly from one to the other.
+    # squares is near the longer of the two times, with a smooth transition between them.
     gpu_busy = without_launch.gpu_busy
     host_busy = constants.launch * work.layer.passes
     longer = (gpu_busy**2 + host_busy**2) ** 0.5
@@ -396,7 +411,7 @@ def seconds_of_layer(work: StepWork, constants: Constants, corrections: Correcti
 
 
 def seconds_of(groups: Iterable[Collective], constants: Constants) -> float:
-    """Seconds of all these collectives of a step, with the shares of the links' speed that the constants say."""
+    """Seconds of all these collectives of a step, if links reach the shares of their speed that the constants say."""
     return sum(group.seconds(constants.in_node, constants.between) for group in groups)
 
 
@@ -404,28 +419,28 @@ def seconds_of_parts(work: StepWork, constants: Constants, corrections: Correcti
     """{part of a step: seconds}, such as {"matrix products": 1.2, …}, from work counted in seconds at full speed.
 
     constants: the shares of full speed that products, memory and links reach. corrections: factors for programs and
-    GPUs other than those that the constants were fitted on.
+    GPUs other than those on which the constants were fitted.
 
-    The busiest stage works on m micro-batches. It waits for as long as p-1 more micro-batches would take it, because
-    the first stage waits for the last and the last for the first; where stages are interleaved, for a v-th of that
-    (Narayanan et al. 2021, section 2.2).
+    The busiest stage works on m micro-batches. It also waits, because the last stage waits for the first one at the
+    beginning, and the first one for the last at the end. That takes as long as p-1 more micro-batches, or a v-th of it
+    if stages have v parts of the model (Narayanan et al. 2021, section 2.2).
     """
     layout = work.layout
     micro_batches = layout.micro_batches
     layers = work.layers
-    layer_passes = layers * micro_batches  # how often in a step a micro-batch comes to a layer of the busiest stage
+    layer_passes = layers * micro_batches  # how often in a step a layer of the busiest stage gets a micro-batch
     layer = seconds_of_layer(work, constants, corrections)
 
-    # Seconds of one micro-batch on the stage. The last stage also computes the head, which delays the other stages
-    # unless it has fewer layers.
+    # Seconds of one micro-batch on the stage. The last stage also computes the head. That delays the other stages,
+    # unless the last one has fewer layers.
     send = seconds_of(work.to_stages, constants) / micro_batches
     stage = layers * layer.total
     head = work.head / constants.matmul + work.loss / constants.memory
     layers_less_on_last_stage = layers - work.layers_of_last
     head_delay = max(head - layers_less_on_last_stage * layer.total, 0)
 
-    # Seconds of the step. The collectives of fully_shard run during all passes, a layer at a time, so only what they
-    # take longer counts. Other collectives of gradients run during the backward, if the convention says so.
+    # Seconds of the step. The collectives of fully_shard run during all passes, a layer at a time, so only the time
+    # counts that they take longer. Other collectives of gradients run during the backward, if the convention says so.
     data = seconds_of(work.data_parallel, constants)
     if layout.zero == 3:
         data = exposed_seconds(data, pieces=layer_passes, computing=layer_passes * layer.total)
@@ -451,10 +466,10 @@ def seconds_of_parts(work: StepWork, constants: Constants, corrections: Correcti
 
 
 def exposed_seconds(communication: float, pieces: int, computing: float) -> float:
-    """How many seconds of communication are left over if it runs during computing, piece by piece.
+    """How many seconds of communication are left if it runs during computing, piece by piece.
 
-    A piece is the collectives of one layer. The first or the last of them has nothing to run beside, so its seconds
-    are left, and so is what the other ones take longer than the computing.
+    A piece is the collectives of one layer. During the first or the last piece nothing is computed, so all of it is
+    left. Of the other pieces only the time is left that they take longer than the computing.
     """
     one_piece = communication / pieces
     other_pieces = communication * (1 - 1 / pieces)

@@ -1,7 +1,8 @@
-"""What each rank of a large world really holds: fully_shard and tensor parallelism, on a group that pretends its size.
+"""What each rank of a large world really holds under fully_shard and tensor parallelism.
 
-Sharding is not division: each tensor is cut between its rows, and the parts are rounded up. Here PyTorch itself cuts,
-on the meta device, which stores no numbers, in a world of the "fake" backend, whose collectives do nothing.
+Sharding is not division: each tensor is cut between its rows, and the parts are rounded up. Here PyTorch itself cuts.
+The tensors are on the meta device, which stores no numbers, and the world is one of the "fake" backend, which pretends
+to have any number of ranks and whose collectives do nothing.
 """
 
 from collections.abc import Iterable
@@ -36,22 +37,23 @@ class TracedRank:
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank holds."""
+    """How many parameters one rank holds."""
 
     rank: int
     stage: int
-    numbers: int  # of parameters
+    numbers: int
 
 
 @dataclass(frozen=True)
 class Trace:
     """What the first and the last rank of the first, second and last stage hold.
 
-    The first rank of a stage holds the most of it, the last the least: each tensor's rows go to ranks in order.
+    The rows of each tensor go to the ranks in order. So the first rank of a stage holds most of it, and the last one
+    least.
     """
 
     ranks: tuple[Rank, ...]
-    divided: float  # parameters of the model for each of the ranks that share a copy of it, without rounding
+    divided: float  # the model's parameters divided by the number of ranks that share a copy, without rounding
 
     @property
     def first(self) -> Rank:
@@ -60,16 +62,17 @@ class Trace:
 
     @property
     def excess(self) -> float:
-        """By which share the fullest rank holds more than ``divided``: 0.01 is 1 % more."""
-        return max(rank.numbers for rank in self.ranks) / self.divided - 1
+        """The share by which the fullest rank holds more than ``divided``: 0.01 is 1 % more."""
+        most_numbers = max(rank.numbers for rank in self.ranks)
+        return most_numbers / self.divided - 1
 
 
 def trace(model: Model, layout: Layout) -> Trace:
     """Let PyTorch shard a model, and count the parameters that the first and the last rank of pipeline stages hold.
 
-    The layout is one of fully_shard or of HSDP (``zero`` is 3), with or without tensor parallelism and stages. For any
-    other a PlanError is raised. The ranks are pretended ones, in a process of their own, so that the process group of
-    the caller stays as it is.
+    The layout must be one of fully_shard or HSDP (zero = 3), with or without tensor parallelism and stages. Raises
+    PlanError for any other. The ranks are pretended in a process of their own, so that the caller's process group stays
+    as it is.
     """
     layout.check(model)
     # Ranks that outnumber the heads of keys and values have copies of these, which DTensor's Shard cannot express.
@@ -78,17 +81,17 @@ def trace(model: Model, layout: Layout) -> Trace:
         problem = "only FSDP and tensor parallelism are traced, without expert parallelism and without copied kv_heads"
         refuse(problem, f"zero = 3, ep = 1, and a divisor of {model.kv_heads} as tp")
 
-    # One process is enough, because it counts as one rank after the other.
+    # One process is enough, because it pretends to be one rank after the other.
     results = launch(count_as_each, model, layout, ranks_to_trace(layout), nproc=1, timeout=LONGEST_TRACE)
     ranks_of_copy = layout.gpus // copies_of_model(layout)
     return Trace(ranks=tuple(results[0]), divided=model.parameters() / ranks_of_copy)
 
 
 def ranks_to_trace(layout: Layout) -> list[TracedRank]:
-    """The ranks that hold the most and the least: the first and the last one of each stage that differs from others.
+    """The ranks that hold most and least: the first and the last one of each kind of stage.
 
     fully_shard cuts each tensor into parts of equally many rows, rounded up, and gives them to the ranks in order. So
-    the first rank of a stage always has a full part, and what is missing at the end is missing on the last.
+    the first rank of a stage always has a full part, and if rows are missing in the end, the last rank has fewer.
     """
     # The stage is the outermost dimension of the mesh, so the ranks of a stage have consecutive numbers.
     ranks_per_stage = layout.gpus // layout.pp
@@ -103,15 +106,15 @@ def ranks_to_trace(layout: Layout) -> list[TracedRank]:
 
 
 def copies_of_model(layout: Layout) -> int:
-    """How many groups of ranks have a full copy of the parameters: more than one under HSDP."""
+    """How many groups of ranks have a copy of all parameters: one under FSDP, more under HSDP."""
     return layout.data_ranks // layout.sharers
 
 
 def count_as_each(model: Model, layout: Layout, traced: Iterable[TracedRank]) -> list[Rank]:
-    """In this one process, become each of these ranks in turn, and count the parameters that it holds.
+    """Pretend in this process to be each of these ranks in turn, and count the parameters that it holds.
 
-    A group of the backend "fake" takes any rank and any world size, and its collectives return at once, so no other
-    process is needed. The process must have a process group; it is replaced by a pretended one for each rank.
+    A process group of the backend "fake" takes any rank and any world size, and its collectives return at once, so no
+    other process is needed. This process must have a process group, which a pretended one replaces for each rank.
     """
     ranks = []
     for member in traced:
@@ -122,10 +125,10 @@ def count_as_each(model: Model, layout: Layout, traced: Iterable[TracedRank]) ->
 
 
 def count_rank(model: Model, layout: Layout, rank: int, stage: int, device: str = "meta") -> Rank:
-    """Build a stage of the model on this process, shard it, and count the parameters that are left on this rank.
+    """Build a stage of the model in this process, shard it, and count the parameters that are left on this rank.
 
     The process must be ``rank`` of a process group with as many ranks as the layout. All layers with experts are equal,
-    and so are all without. So only a few of each kind are built, and the last one counts for the others.
+    and so are all layers without. So only a few of each kind are built, and the last one counts for the others, too.
     """
     layers = layout.layers_of(model, stage)
     built_layers = []
@@ -145,19 +148,21 @@ def count_rank(model: Model, layout: Layout, rank: int, stage: int, device: str 
 
 
 def local_numbers(module: nn.Module) -> int:
-    """Count the numbers of a module's parameters that this rank holds: of a divided parameter, only its own part."""
+    """Count the numbers of a module's parameters on this rank. Of a divided parameter only its own part counts."""
     total = 0
     for parameter in module.parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        total += local.numel()
+        if isinstance(parameter, DTensor):
+            total += parameter.to_local().numel()
+        else:
+            total += parameter.numel()
     return total
 
 
 def sharded_stage(model: Model, layout: Layout, stage: int, layers: Iterable[int], device: str) -> nn.Module:
-    """Build a pipeline stage with these layers only, and divide its parameters among ranks as a training would.
+    """Build a pipeline stage with only these layers, and divide its parameters among ranks as a training would.
 
-    Tensor parallelism divides each tensor first, then fully_shard divides what is left, layer by layer. The module has
-    the parameters of the model and no forward. ``device`` is where they are; "meta" keeps their shapes alone.
+    Tensor parallelism divides each tensor first, and then fully_shard divides what is left, layer by layer. The module
+    has the model's parameters and no forward. ``device`` is where they are; "meta" stores only their shapes.
     """
     meshes = meshes_of(layout)
     root = module_of(outer_tensors_of(model, layout, stage), meshes.tensor, device)
@@ -166,8 +171,8 @@ def sharded_stage(model: Model, layout: Layout, stage: int, layers: Iterable[int
         tensors = layer_tensors(model, model.has_experts(layer))
         root.layers[str(layer)] = module_of(tensors, meshes.tensor, device)
     if meshes.data is not None:
-        # fully_shard leaves out parameters that it has divided before. So the root, which is last, gets only those
-        # outside the layers.
+        # fully_shard leaves out parameters that it has divided already. So of the root, which comes last, it divides
+        # only those outside the layers.
         for module in [*root.layers.values(), root]:
             fully_shard(module, mesh=meshes.data)
     return root
@@ -175,36 +180,39 @@ def sharded_stage(model: Model, layout: Layout, stage: int, layers: Iterable[int
 
 @dataclass(frozen=True)
 class Meshes:
-    """This rank's parts of the device mesh. None stands for a single rank, which divides nothing."""
+    """This rank's parts of the device mesh. None stands for a single rank, among which nothing is divided."""
 
     tensor: DeviceMesh | None  # the ranks of tensor parallelism
-    data: DeviceMesh | None  # the ranks of fully_shard; in two dimensions, copies and shards, for HSDP
+    data: DeviceMesh | None  # the ranks of fully_shard; for HSDP in two dimensions: copies and shards
 
 
 def meshes_of(layout: Layout) -> Meshes:
     """Arrange all ranks of the process group in a mesh, and return the parts along which parameters are divided."""
     copies = copies_of_model(layout)
     # From the outermost dimension, whose neighbours are farthest from each other, to the innermost.
-    sizes = {"pp": layout.pp, "replicate": copies, "shard": layout.sharers, "tp": layout.tp}
+    all_sizes = {"pp": layout.pp, "replicate": copies, "shard": layout.sharers, "tp": layout.tp}
     # init_device_mesh makes a process group for each line of ranks along each dimension. A dimension of one rank would
-    # cost a group for every rank of the world.
-    sizes = {name: size for name, size in sizes.items() if size > 1}
+    # need a group for every rank of the world.
+    sizes = {name: size for name, size in all_sizes.items() if size > 1}
+    if not sizes:
+        return Meshes(tensor=None, data=None)
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     tensor = None
+    if layout.tp > 1:
+        tensor = mesh["tp"]
     data = None
-    if sizes:
-        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        if layout.tp > 1:
-            tensor = mesh["tp"]
-        if layout.sharers > 1:
-            data = mesh["replicate", "shard"] if copies > 1 else mesh["shard"]
+    if layout.sharers > 1 and copies > 1:
+        data = mesh["replicate", "shard"]
+    elif layout.sharers > 1:
+        data = mesh["shard"]
     return Meshes(tensor=tensor, data=data)
 
 
 def module_of(tensors: Iterable[Tensor], mesh: DeviceMesh | None, device: str) -> nn.Module:
-    """Make a module with parameters of these shapes, each divided among the tensor-parallel ranks of a mesh, if any.
+    """Make a module with parameters of these shapes, divided among the tensor-parallel ranks of a mesh if there is one.
 
     A Tensor says whether tensor parallelism divides its rows, its columns or nothing, and how many equal copies the
-    model has, such as one for each expert.
+    model has of it, such as one for each expert.
     """
     module = nn.Module()
     for number, tensor in enumerate(tensors):
@@ -214,7 +222,7 @@ def module_of(tensors: Iterable[Tensor], mesh: DeviceMesh | None, device: str) -
         for copy in range(tensor.copies):
             value = torch.empty(shape, device=device)
             if tensor.split and mesh is not None:
-                dimension = 0 if tensor.split == "rows" else 1
-                value = distribute_tensor(value, mesh, [Shard(dimension)])
+                dimensions = {"rows": 0, "columns": 1}
+                value = distribute_tensor(value, mesh, [Shard(dimensions[tensor.split])])
             module.register_parameter(f"{number}_{copy}", nn.Parameter(value))
     return module

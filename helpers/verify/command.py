@@ -1,4 +1,4 @@
-"""``python -m helpers verify``: its arguments, its steps one after the other, and the page after each of them."""
+"""``python -m helpers verify``: its arguments, and its steps one after the other. The page is written after each."""
 
 import argparse
 import json
@@ -27,15 +27,16 @@ from helpers.verify.runs import Launcher, OutOfTime, cause
 from helpers.verify.sources import commit, facts_of_chapters, scripts_of
 from helpers.writing import write_text
 
-NUMBERS_OF_RANKS = (8, 4, 2, 1)  # The chapters' batches, heads and layers can be divided by these.
+NUMBERS_OF_RANKS = (8, 4, 2, 1)  # numbers of ranks by which the chapters' batches, heads and layers can be divided
 SECONDS_PER_MINUTE = 60
-LONGEST_RUN = 120  # seconds of one run of a script, by default
-RUNS_IN_ALL = 10  # If there are few minutes in all, a run gets this part of them: a tenth.
-SHORTEST_STEP = 20  # seconds: a step that cannot have so many is not begun
-MACHINE_SECONDS = 120  # to import torch and to ask for the GPUs
+# The default limit of one run of a script: a tenth of the seconds for all steps, but at most 120.
+LONGEST_RUN = 120
+RUNS_IN_ALL = 10
+SHORTEST_STEP = 20  # seconds: a step is not begun if fewer are left
+MACHINE_SECONDS = 120  # in which a process must import torch and ask for the GPUs
 REHEARSED = "on pretended GPUs: no figure here was measured on a GPU"
 
-TakeStep = Callable[[], Probe | Step]
+TakeStep = Callable[[], Probe | Step]  # a function that takes a step and returns its results
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Verify; return 0, or 1 where a step differed or is left, or where the machine cannot do it."""
+    """Verify the book. Returns 1 if a step differed or is left, or if this machine cannot do it; otherwise 0."""
     end = time.monotonic() + SECONDS_PER_MINUTE * args.minutes
     try:
         with folder_until_a_signal() as folder:
@@ -79,9 +80,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def verify(args: argparse.Namespace, folder: Path, end: float) -> int:
-    """Run the steps of a verification until the moment ``end`` (of time.monotonic()), and return the exit status.
+    """Run the steps of a verification until the moment ``end`` (by time.monotonic()), and return the exit status.
 
-    ``folder`` is a temporary one for scripts and logs. Raises ValueError with two lines where it cannot begin.
+    ``folder`` is a temporary folder for scripts and logs. Raises ValueError with two lines if the verification cannot
+    begin.
     """
     try:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -95,7 +97,7 @@ def verify(args: argparse.Namespace, folder: Path, end: float) -> int:
     if not only_probes:
         scripts = scripts_of(args.chapters or [], folder / "scripts")
     launcher = Launcher(
-        ranks=args.gpus or 2,  # until it is known how many GPUs there are
+        ranks=args.gpus or 2,  # It is replaced below, when it is known how many GPUs there are.
         rehearsal=args.rehearsal,
         folder=logs,
         end=end,
@@ -124,9 +126,9 @@ def verify(args: argparse.Namespace, folder: Path, end: float) -> int:
 
 
 def steps_to_take(args: argparse.Namespace, launcher: Launcher, gpus: int, scripts: list[Path]) -> dict[str, TakeStep]:
-    """What a verification does with these arguments: {a step's name: the function that takes it}, in order.
+    """The steps of a verification with these arguments: {a step's name: the function that takes it}, in order.
 
-    ``order.ordered`` says in which order all steps come. Here some of them are left out.
+    ``order.ordered`` has the order of all steps. Some of them are left out here.
     """
     probes = probes_of(args.probes, gpus)
     only_chapters = bool(args.chapters) and not args.probes
@@ -137,13 +139,14 @@ def steps_to_take(args: argparse.Namespace, launcher: Launcher, gpus: int, scrip
     facts = facts_of_chapters()
 
     functions: dict[str, TakeStep] = {DOCTOR: partial(steps.doctor, launcher, gpus, timeout)}
-    # Pretended GPUs cannot have ranks of a cell, and only a verification of everything takes the time for their checks.
+    # Ranks of a notebook's cell cannot use pretended GPUs. Their checks take a while, so they are only made when all
+    # chapters are verified.
     if steps.LAUNCH_CHECKS.exists() and not args.rehearsal and not args.chapters:
         functions[LAUNCH] = partial(steps.launch_checks, launcher)
     for task in probes:
         functions[task.name] = partial(measure, launcher, task, gpus)
     for script in scripts:
-        facts_of_script = facts.get(script.stem, ScriptFacts())  # a script that is no chapter's has no facts
+        facts_of_script = facts.get(script.stem, ScriptFacts())  # A script that belongs to no chapter has the defaults.
         functions[script.stem] = partial(steps.chapter, launcher, script, facts_of_script, timeout)
 
     order = ordered(probes, [script.stem for script in scripts])
@@ -151,11 +154,10 @@ def steps_to_take(args: argparse.Namespace, launcher: Launcher, gpus: int, scrip
 
 
 def take_all(planned_steps: Mapping[str, TakeStep], record: Record, launcher: Launcher, out: Path) -> list[str]:
-    """Take the steps one after the other until the time is over. Returns the names of those that are left.
+    """Take the steps one after the other until the time is over. Returns the names of the steps that are left.
 
-    planned_steps: {a step's name: the function that takes it}. What each step came to is put into the record, and the
-    record's files in ``out`` are written anew after each step, so that whoever stops the command has what was measured
-    until then.
+    planned_steps: {a step's name: the function that takes it}. The results of each step are added to the record, and
+    then the record's files in ``out`` are written again. So whoever stops the command has what was measured until then.
     """
     steps_left = list(planned_steps)
     write_files(record, steps_left, out)
@@ -182,9 +184,9 @@ def take_all(planned_steps: Mapping[str, TakeStep], record: Record, launcher: La
 
 
 def keep_earlier(out: Path) -> None:
-    """Give the files of an earlier run other names, so that this run does not replace what a lent GPU measured.
+    """Rename the files of an earlier run, so that this run does not overwrite what a borrowed GPU measured.
 
-    results.json becomes results-1.json, or results-2.json if there is a results-1.json, and the other files get the
+    results.json becomes results-1.json, or results-2.json if there is a results-1.json already. The other files get the
     same number.
     """
     if not (out / "results.json").exists():
@@ -199,7 +201,7 @@ def keep_earlier(out: Path) -> None:
 
 
 def write_files(record: Record, missing: list[str], out: Path) -> None:
-    """Write results.json and page.md, each whole or not at all: whoever kills the command leaves complete files."""
+    """Write results.json and page.md. If the command is killed meanwhile, the old ones stay, not half of a new one."""
     write_text(out / "results.json", json.dumps(asdict(record), indent=1))
     write_text(out / "page.md", page(record, missing))
 
@@ -208,7 +210,7 @@ def write_files(record: Record, missing: list[str], out: Path) -> None:
 
 
 def say(name: str, text: str, seconds: float | None = None) -> None:
-    """Print a line of progress: a step's name, how long it took, and what it came to, in columns."""
+    """Print a line of progress in columns: a step's name, how long it took, and its results."""
     duration = ""
     if seconds is not None:
         duration = f"{seconds:.0f} s"
@@ -216,8 +218,11 @@ def say(name: str, text: str, seconds: float | None = None) -> None:
 
 
 def line_of_probe(probe: Probe) -> str:
-    """What a probe came to, in a line: its first two figures, or ``hung: … (measured before: …)``."""
-    texts = [f"{figure.name} {rounded(figure.value)} {figure.unit}".strip() for figure in probe.figures[:2]]
+    """The results of a probe in a line: its first two figures, or ``hung: … (measured before: …)``."""
+    texts = []
+    for figure in probe.figures[:2]:
+        text = f"{figure.name} {rounded(figure.value)} {figure.unit}"
+        texts.append(text.strip())  # Some figures have no unit.
     figures = "; ".join(texts)
     if not probe.trouble:
         return figures
@@ -225,7 +230,7 @@ def line_of_probe(probe: Probe) -> str:
 
 
 def line_of_step(step: Step) -> str:
-    """What a step came to, in a line: the first difference and how many there are, or what agreed."""
+    """The results of a step in a line: its first difference and how many more there are, or what agreed."""
     if not step.differences:
         return step.summary
     more = ""
@@ -238,7 +243,7 @@ def line_of_step(step: Step) -> str:
 
 
 def facts_of(machine: Machine, launcher: Launcher) -> dict[str, str]:
-    """The first rows of the page, which say on what and how the figures were measured."""
+    """The first rows of the page, {what: value}, which say where and how the figures were measured."""
     facts = {
         "machine": str(machine),
         "ranks of the scripts": str(launcher.ranks),
@@ -252,9 +257,9 @@ def facts_of(machine: Machine, launcher: Launcher) -> dict[str, str]:
 
 
 def machine_of(launcher: Launcher) -> Machine:
-    """What this machine has. A process of its own asks PyTorch, so that this one never holds a GPU.
+    """What this machine has. Another process asks PyTorch for it, so that this one never holds a GPU.
 
-    Raises ValueError where that process fails or hangs.
+    Raises ValueError if that process fails or hangs.
     """
     program = str(Path(__file__).with_name("machine.py"))
     words = [program]

@@ -1,4 +1,4 @@
-"""What differed between a chapter's runs: on GPUs, on gloo, and as rehearsed. It only computes."""
+"""What differed between a chapter's runs: on GPUs, on gloo, and as rehearsed. Pure functions of the records."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,17 +17,17 @@ BROADCAST_OF_DDP = "broadcast (C++)"
 
 @dataclass(frozen=True)
 class Count:
-    """How often an event came in all, and between the first optimizer step and the last."""
+    """How often an event happened in all, and how often between the first optimizer step and the last."""
 
     in_all: int = 0
     in_steps: int = 0
 
 
 def differences(on_gpus: Run, on_gloo: Run, rehearsed: Run, tolerance: float) -> list[str]:
-    """Say in a line each how three runs of a chapter's script differ: on GPUs, on gloo, and on pretended GPUs.
+    """How three runs of a chapter's script differ, a line for each difference: on GPUs, on gloo, and as rehearsed.
 
-    The run on GPUs is compared with the rehearsal by whether it failed and by its counts of events, and with the run on
-    gloo by the numbers of its result, which may differ by ``tolerance``. Any of the runs may have failed or hung.
+    The run on GPUs is compared with the rehearsal: whether they failed, and their counts of events. It is compared with
+    the run on gloo by the numbers of their results, which may differ by ``tolerance``. Any run may have failed or hung.
     """
     lines = []
     if on_gpus.trouble:
@@ -45,20 +45,21 @@ def differences(on_gpus: Run, on_gloo: Run, rehearsed: Run, tolerance: float) ->
 
 
 def numbers(result: dict[str, float], expected: dict[str, float], tolerance: float) -> Iterator[str]:
-    """Yields a line for each number that differs from gloo's, or is missing."""
+    """Yields a line for each number of a result that differs from gloo's, or is missing from one of them."""
     if not result:
         yield "it printed no result"
     for name in sorted(result.keys() | expected.keys()):
         number = result.get(name)
         on_gloo = expected.get(name)
-        # A difference with NaN is NaN, which is not below the tolerance either.
-        if number is not None and on_gloo is not None and abs(number - on_gloo) <= tolerance:
+        # If one of them is NaN, so is the difference, and the comparison is false.
+        is_near = number is not None and on_gloo is not None and abs(number - on_gloo) <= tolerance
+        if is_near:
             continue
         yield f"{name} is {number} on GPUs and {on_gloo} on gloo (tolerance {tolerance:g})"
 
 
 def event_counts(rows: Iterable[dict[str, Any]]) -> dict[str, Count]:
-    """{event: its count} of the events that are compared, from rows of ``helpers.counts``."""
+    """Sum up rows of ``helpers.counts``: {event: its count}, of the events that are compared (see ``event_of``)."""
     counts: dict[str, Count] = {}
     for row in rows:
         event = event_of(row)
@@ -72,10 +73,9 @@ def event_counts(rows: Iterable[dict[str, Any]]) -> dict[str, Count]:
 
 
 def event_of(row: dict[str, Any]) -> str:
-    """The name of the event that a row counts, with the script's line: "x.py:7 waits" or "x.py:9 allreduce (NCCL)".
+    """The event that a row counts, with the line of the script: "x.py:7 waits" or "x.py:9 allreduce (NCCL)".
 
-    It is "" for an event that is not compared; UNCOMPARED says which these are, and why. ``row`` is a row of
-    ``helpers.counts`` as JSON has it.
+    It is "" for an event that is not compared (UNCOMPARED says why). row: a Row of ``helpers.counts`` as a dictionary.
     """
     kind = row["kind"]
     what = row["what"]
@@ -89,13 +89,14 @@ def event_of(row: dict[str, Any]) -> str:
 
 
 def compare_counts(seen: Mapping[str, Count], predicted: Mapping[str, Count]) -> Iterator[str]:
-    """Yields a line for each event that came more or less often than predicted."""
+    """Yields a line for each event that happened more or less often on GPUs than in the rehearsal."""
     for event in sorted(seen.keys() | predicted.keys()):
         on_gpus = seen.get(event, Count())
         rehearsed = predicted.get(event, Count())
         if on_gpus == rehearsed:
             continue
-        where = "outside of the steps"
         if on_gpus.in_steps != rehearsed.in_steps:
             where = "in the steps"
+        else:
+            where = "outside of the steps"
         yield f"{event}: {on_gpus.in_all} times on GPUs, {rehearsed.in_all} as rehearsed, {where}"

@@ -1,6 +1,6 @@
-"""This machine's GPUs, driver and versions, and what of it would stop a run on GPUs.
+"""This machine's GPUs, driver and versions, and whether they allow a run on GPUs.
 
-``python machine.py`` prints the facts: in a process of its own, so that the command never holds a GPU.
+``python machine.py`` prints them as JSON. It is a process of its own, so that the command never holds a GPU.
 """
 
 import json
@@ -24,7 +24,7 @@ class Machine:
     error: str = ""  # what torch says if it cannot use GPUs
 
     def __str__(self) -> str:
-        """Such as ``8 x NVIDIA H100 80GB HBM3; driver 570.86, PyTorch …``, with a plus between different models."""
+        """In a line, ``8 x NVIDIA H100 80GB HBM3; driver 570.86, PyTorch …``, with a plus between different models."""
         models = []
         for name, count in Counter(self.gpus).items():
             models.append(f"{count} x {name}")
@@ -39,7 +39,7 @@ class Machine:
 
 
 def examine() -> Machine:
-    """The machine as torch and nvidia-smi see it from this process."""
+    """Ask torch and nvidia-smi what this machine has."""
     import torch
 
     error = ""
@@ -52,8 +52,8 @@ def examine() -> Machine:
         nccl = ".".join(map(str, nccl_version))
         if torch.version.cuda == "pretended":
             nccl = "pretended"  # A rehearsal on PyTorch's build for CPUs has neither CUDA nor NCCL.
-    except (RuntimeError, AssertionError) as problem:  # torch asserts that it was built for GPUs
-        error = str(problem).split("\n")[0]  # its first line
+    except (RuntimeError, AssertionError) as problem:  # AssertionError comes from a torch that is built without CUDA.
+        error, _, _ = str(problem).partition("\n")  # only the first line
     return Machine(
         gpus=gpus,
         driver=driver_version(),
@@ -72,13 +72,14 @@ def driver_version() -> str:
         printed = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-    return printed.split("\n")[0]  # nvidia-smi prints the same line for each GPU
+    first_line, _, _ = printed.partition("\n")  # nvidia-smi prints the same line for each GPU.
+    return first_line
 
 
 def obstacle(machine: Machine, requested_gpus: int | None) -> str:
-    """Say in two lines why this machine cannot run on so many GPUs, and what to try; "" if it can.
+    """Why this machine cannot run on so many GPUs, and what to try, in two lines. "" if it can.
 
-    requested_gpus: None for all GPUs of the machine, which has to have one at least.
+    requested_gpus: None for all GPUs of the machine, which must have at least one.
     """
     count = len(machine.gpus)
     if count == 0:

@@ -1,4 +1,4 @@
-"""Run one probe in a process of its own, and make a record of what it yielded, however it ended."""
+"""Run one probe in a process of its own, and record what it measured, however it ended."""
 
 import json
 
@@ -10,13 +10,17 @@ PROGRAM = "helpers.verify.probes.process"
 
 
 def measure(launcher: Launcher, task: Task, gpus: int) -> Probe:
-    """Run a probe in a process of its own, and return what it measured and what became of it.
+    """Run a probe in a process of its own, and return what it measured and whether it failed or hung.
 
-    It runs on every GPU if it needs several, otherwise on the first, and in a rehearsal of the verification on the CPU.
-    What it measured before it failed or hung is kept. Raises OutOfTime where the end of all steps came first.
+    It runs on every GPU if it needs several, otherwise on the first one. If the verification is only rehearsed, it runs
+    on the CPU. What it measured before it failed or hung is kept. Raises OutOfTime if the time for all steps is over
+    first.
     """
     file_of_results = launcher.folder / f"{task.name}.jsonl"
-    device = "cpu" if launcher.rehearsal else "cuda"
+    if launcher.rehearsal:
+        device = "cpu"
+    else:
+        device = "cuda"
     words = ["-m", PROGRAM, task.module, task.name, device, str(file_of_results)]
     ranks = 1
     if task.several_gpus:
@@ -39,8 +43,11 @@ def measure(launcher: Launcher, task: Task, gpus: int) -> Probe:
 
 
 def add_results(probe: Probe, written: str) -> None:
-    """Add the figures and texts that a probe's process wrote, a line of JSON each (``probes.process``)."""
-    *complete_lines, _ = written.split("\n")  # behind the last newline is nothing, or a line that was cut by a kill
+    """Add to a probe the figures and texts that its process wrote to a file, a line of JSON each (``probes.process``).
+
+    ``written`` is the text of the file. If the process was killed, its last line may be cut off and without a newline.
+    """
+    complete_lines = written.split("\n")[:-1]
     for line in complete_lines:
         result = json.loads(line)
         if "figure" in result:

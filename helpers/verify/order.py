@@ -1,4 +1,4 @@
-"""In which order a verification takes its steps, so that what is most valuable is there whenever it is stopped."""
+"""The order in which a verification takes its steps: the most valuable ones first, because it may be stopped."""
 
 from collections import deque
 
@@ -12,7 +12,7 @@ SCRIPTS_PER_PROBE = 2  # There are about twice as many scripts as probes that ta
 
 
 def probes_of(names: list[str] | None, gpus: int) -> list[Task]:
-    """The probes with these names, or all for None, without those that need more GPUs than there are."""
+    """The probes with these names, or all probes for None, without those that need more GPUs than there are."""
     chosen = []
     for task in PROBES.values():
         is_wanted = names is None or task.name in names
@@ -23,10 +23,11 @@ def probes_of(names: list[str] | None, gpus: int) -> list[Task]:
 
 
 def ordered(probes: list[Task], scripts: list[str]) -> list[str]:
-    """The names of all steps in the order in which they are taken; without scripts only the probes.
+    """The names of all steps in the order in which they are taken. Without scripts these are only the probes.
 
-    The figures for which there is a prediction come first, then what programs print. The other probes and the scripts
-    take turns. The doctor and the checks of ``launch`` give no figure for the book, so they come last.
+    First come the probes whose figures are predicted, then what programs print. After them the scripts and the other
+    probes take turns: two scripts, a probe, and so on. The doctor and the checks of ``launch`` measure nothing for the
+    book, so they come last.
     """
     early_tasks = (*catalog.FIRST, catalog.MESSAGES)
     early_probes = [task.name for task in probes if task in early_tasks]

@@ -1,4 +1,4 @@
-"""The page of a verification, as Markdown: a function of the record and of what is left."""
+"""The page of a verification, as Markdown: a function of its record and of the steps that are left."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,8 +6,8 @@ from helpers.verify.compare import UNCOMPARED
 from helpers.verify.order import PROBES
 from helpers.verify.record import Figure, Prediction, Probe, Record, Step
 
-COLUMNS = ("what", "measured", "unit", "predicted", "measured / predicted")
-COLUMNS_WITHOUT_PREDICTIONS = 3  # the first ones of these
+COLUMNS_WITHOUT_PREDICTIONS = ("what", "measured", "unit")
+COLUMNS_OF_PREDICTIONS = ("predicted", "measured / predicted")
 
 
 def page(record: Record, missing: Sequence[str]) -> str:
@@ -46,26 +46,29 @@ def page(record: Record, missing: Sequence[str]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Write a table in Markdown. Cells may hold any text: in them a | is escaped, and a new line becomes a space."""
+    """Write a table in Markdown. A cell may hold any text: a | in it is escaped, and a newline becomes a space."""
     rule = "|".join(["---"] * len(head))
     lines = [f"| {' | '.join(head)} |", f"| {rule} |"]
     for row in rows:
-        cells = [text.replace("|", "\\|").replace("\n", " ") for text in row]
+        cells = []
+        for text in row:
+            on_one_line = text.replace("\n", " ")
+            cells.append(on_one_line.replace("|", "\\|"))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def bullets(lines: Sequence[str], without: str) -> str:
-    """The lines as a list, or the text ``without`` if there are none."""
+    """The lines as a list in Markdown, or the text ``without`` if there are none."""
     if not lines:
         return without
     return "\n".join(f"- {line}" for line in lines)
 
 
 def fenced(text: str, head: str = "text") -> str:
-    """Write a text as a block of code in Markdown. The fence has more backticks than the text has in a row.
+    """Write a text as a block of code in Markdown. Its fence is longer than any row of backticks in the text.
 
-    ``head`` follows the first fence. It is the block's language, or on a page of the book a directive.
+    ``head`` follows the first fence. It is the block's language or, on a page of the book, a directive.
     """
     fence = "```"
     while fence in text:
@@ -84,36 +87,42 @@ def rounded(number: float) -> str:
 
 
 def figures_table(figures: Sequence[Figure], predictions: Sequence[Prediction]) -> str:
-    """Write a table in Markdown of measured figures: first those that were predicted, each beside its prediction.
+    """Write a table of measured figures in Markdown: first those that were predicted, each beside its prediction.
 
-    Predictions that nothing was measured for have a row, too. If there are no predictions, their columns are left out.
+    A prediction for which nothing was measured has a row, too. If there are no predictions, their columns are left out.
     """
+    if not predictions:
+        return table(COLUMNS_WITHOUT_PREDICTIONS, [cells_of_figure(figure) for figure in figures])
+
     measured = {figure.name: figure.value for figure in figures}
     rows = []
     for prediction in predictions:
-        if prediction.name in measured:
-            number = measured[prediction.name]
-            value = rounded(number)
-            ratio = f"{number / prediction.value:.2f}"
-        else:
-            value = "not measured"
-            ratio = ""
-        what = prediction.name
-        if prediction.version:
-            what = f"{prediction.name}, {prediction.version}"
-        rows.append([what, value, prediction.unit, interval_of(prediction), ratio])
+        rows.append(row_of_prediction(prediction, measured.get(prediction.name)))
     predicted_names = {prediction.name for prediction in predictions}
     for figure in figures:
         if figure.name not in predicted_names:
-            rows.append([figure.name, rounded(figure.value), figure.unit, "", ""])
-    if predictions:
-        return table(COLUMNS, rows)
-    short_rows = [row[:COLUMNS_WITHOUT_PREDICTIONS] for row in rows]
-    return table(COLUMNS[:COLUMNS_WITHOUT_PREDICTIONS], short_rows)
+            rows.append([*cells_of_figure(figure), "", ""])
+    return table([*COLUMNS_WITHOUT_PREDICTIONS, *COLUMNS_OF_PREDICTIONS], rows)
+
+
+def cells_of_figure(figure: Figure) -> list[str]:
+    """A figure's cells in the columns that every table has: ["bfloat16", "580", "TFLOP/s"]."""
+    return [figure.name, rounded(figure.value), figure.unit]
+
+
+def row_of_prediction(prediction: Prediction, measured: float | None) -> list[str]:
+    """A row with a prediction and the number that was measured for it, or None if none was."""
+    what = prediction.name
+    if prediction.version:
+        what = f"{prediction.name}, {prediction.version}"
+    if measured is None:
+        return [what, "not measured", prediction.unit, interval_of(prediction), ""]
+    ratio = f"{measured / prediction.value:.2f}"
+    return [what, rounded(measured), prediction.unit, interval_of(prediction), ratio]
 
 
 def interval_of(prediction: Prediction) -> str:
-    """A prediction, and between which numbers: ``124.6 (105.6 to 199.3)``."""
+    """A prediction, and its interval if it has one: ``124.6 (105.6 to 199.3)``."""
     if prediction.low is None or prediction.high is None:
         return rounded(prediction.value)
     return f"{rounded(prediction.value)} ({rounded(prediction.low)} to {rounded(prediction.high)})"
@@ -123,7 +132,7 @@ def interval_of(prediction: Prediction) -> str:
 
 
 def differences(record: Record) -> str:
-    """A line for each difference of a step, and for each probe that did not end well."""
+    """A list of the steps' differences, and of the probes that failed or hung."""
     lines = []
     for name, step in record.steps.items():
         lines += [f"{name}: {difference}" for difference in step.differences]
@@ -134,7 +143,7 @@ def differences(record: Record) -> str:
 
 
 def agreements(record: Record) -> str:
-    """A line for each step in which nothing differed."""
+    """A list of the steps in which nothing differed."""
     lines = [f"{name}: {step.summary}" for name, step in record.steps.items() if not step.differences]
     return bullets(lines, without="Nothing yet.")
 
@@ -142,7 +151,7 @@ def agreements(record: Record) -> str:
 def scripts_table(steps: Iterable[Step]) -> str:
     """Write a table of the chapters' scripts: what each printed, how long it took, and its memory.
 
-    The doctor and the checks of ``launch`` are steps, too, but no scripts. They have no row.
+    The doctor and the checks of ``launch`` are steps, too, but they are no scripts and have no row.
     """
     rows = []
     for step in steps:
@@ -157,7 +166,7 @@ def scripts_table(steps: Iterable[Step]) -> str:
 
 
 def sections_of_probe(probe: Probe, predictions: Sequence[Prediction]) -> list[str]:
-    """The sections of the page about one probe: its title, what went wrong, its figures, and what programs printed."""
+    """The parts of the page about one probe: its title, what went wrong, its figures, and what programs printed."""
     sections = [f"## {probe.title}"]
     if probe.trouble:
         sections.append(f"It {probe.trouble}.")

@@ -1,4 +1,4 @@
-"""What is expected of the figures before anything is measured: the planner's numbers for this model of GPU."""
+"""What is expected of the figures before anything is measured: the planner's numbers for a model of GPU."""
 
 from helpers.planner.cluster import HOPPER, Cluster, cluster_of
 from helpers.planner.plan import STATES, plan
@@ -15,21 +15,21 @@ PRESETS = {
     "pretended GPU": "h100",
 }
 GPUS_PER_NODE = 8  # of the planner's clusters
-# The share of the peak that a matrix product alone is expected to reach on an H100 or H200, divided by an A100's. The
-# planner's own factor is smaller, because it is fitted on whole steps.
+# The share of its peak that an H100 or H200 is expected to reach in a matrix product alone, divided by the share that
+# an A100 reaches. The planner's own factor is smaller, because it is fitted on whole steps.
 HOPPER_REACHES = 0.8
 # GPT-2 medium, 8 samples of 1,024 tokens, on one GPU.
 LAYOUT = {"dp": 1, "zero": 3, "micro_batch": 8, "batch": 8, "dtype": "bfloat16"}
-# What the planner said of this step before it had the factors of corrections.py, {preset: prediction}. No GPU had run
-# it by then, so it stays on the page beside the one of today. The peak of 17.9 GB has stayed the same.
+# {preset: what the planner predicted for this step before it had the factors of corrections.py}. No GPU had run the
+# step by then, so this prediction stays on the page beside today's. The predicted peak of 17.9 GB is still the same.
 FIRST = {"h100": Prediction(catalog.STEP_TIME, "ms", value=124.6, low=105.6, high=199.3, version="planned first")}
 
 
 def predictions_for(gpu: str, ranks: int) -> dict[str, list[Prediction]]:
-    """What the planner expects of so many GPUs of one model: {a probe's name: predictions of its figures}.
+    """What the planner expects of ``ranks`` GPUs of one model: {a probe's name: predictions of its figures}.
 
-    A probe measures some figures on real GPUs, and the book's page shows each beside its prediction. ``gpu`` is the
-    name that nvidia-smi gives the model. The dictionary is empty for a GPU that the planner does not know.
+    A probe measures figures on real GPUs, and the book's page shows each of them beside its prediction. ``gpu`` is
+    nvidia-smi's name for the model. The dictionary is empty for a GPU that the planner does not know.
     """
     preset = PRESETS.get(gpu)
     if preset is None:
@@ -43,19 +43,22 @@ def predictions_for(gpu: str, ranks: int) -> dict[str, list[Prediction]]:
     if has_float8:
         predictions[catalog.FLOAT8.name] = [of_product(cluster, "float8", catalog.MATRIX)]
     if ranks > 1:
-        # FITTED has the shares of data sheets' speeds that real programs have reached.
-        reached = cluster.link_in_node * FITTED.in_node
+        # Real programs reach a share of a data sheet's speed, which FITTED has.
+        bandwidth = cluster.link_in_node * FITTED.in_node
         name = catalog.all_reduce_name(catalog.MESSAGE)
-        predictions[catalog.BUS_BANDWIDTH.name] = [Prediction(name, unit="GB/s", value=reached / 1e9)]
+        predictions[catalog.BUS_BANDWIDTH.name] = [Prediction(name, unit="GB/s", value=bandwidth / 1e9)]
     return predictions
 
 
 def of_step(preset: str) -> list[Prediction]:
-    """Time and memory of a step of GPT-2 medium on a GPU of the planner, as ``python -m helpers plan`` gives them."""
-    # torch.cuda.max_memory_allocated, which the probe reads, counts tensors without the allocator's gaps.
+    """Time and memory of a step of GPT-2 medium on one GPU, as ``python -m helpers plan`` predicts them.
+
+    ``preset`` is the planner's name for the GPU.
+    """
+    # The probe reads torch.cuda.max_memory_allocated, which counts tensors without the allocator's gaps.
     planned = plan("gpt2-medium", preset, LAYOUT, {"allocator": "tensors"})
     step = planned.step
-    memory = planned.stages[0]  # {kind: bytes}; there is one stage
+    memory = planned.stages[0]  # {kind: bytes} of the only pipeline stage
     states = sum(memory[kind] for kind in STATES)
     predictions = [
         Prediction(
@@ -74,18 +77,19 @@ def of_step(preset: str) -> list[Prediction]:
 
 
 def of_rates(cluster: Cluster) -> list[Prediction]:
-    """What is expected of large matrix products, and of work that reads and writes element by element."""
-    # {the probe's name of a number format: the planner's name}
-    formats = {"float32": "float32", "TF32": "tf32", "bfloat16": "bfloat16", "float16": "float16"}
-    products = [of_product(cluster, name, catalog.MATRIX, dtype) for name, dtype in formats.items()]
-    memory_speed = cluster.memory_speed * FITTED.memory  # of the data sheet's speed the share that programs reach
-    return [*products, Prediction(catalog.MEMORY_SPEED, unit="GB/s", value=memory_speed / 1e9)]
+    """Speeds of large matrix products in four number formats, and of a copy within the GPU's memory."""
+    predictions = []
+    for name in ("float32", "TF32", "bfloat16", "float16"):
+        predictions.append(of_product(cluster, name, catalog.MATRIX, dtype=name.lower()))
+    bytes_per_second = cluster.memory_speed * FITTED.memory  # Programs reach this share of the data sheet's speed.
+    predictions.append(Prediction(catalog.MEMORY_SPEED, unit="GB/s", value=bytes_per_second / 1e9))
+    return predictions
 
 
 def of_product(cluster: Cluster, name: str, size: int, dtype: str = "") -> Prediction:
-    """TFLOP/s of a product of two square matrices, which runs alone.
+    """TFLOP/s of a product of two square matrices that runs alone.
 
-    ``name`` is the number format's name in the figure. ``dtype`` is what the planner calls it, if that is different.
+    ``name`` is the number format's name in the figure, and ``dtype`` the planner's name for it, if it has another one.
     """
     reached = cluster.peak(dtype or name) * FITTED.matmul
     if cluster.gpu in HOPPER:

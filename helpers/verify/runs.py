@@ -1,4 +1,4 @@
-"""Runs of a script: on GPUs, on gloo, rehearsed. Each has a limit of time, and becomes a record, however it ends."""
+"""Runs of a script: on GPUs, on gloo, or rehearsed. Each has a time limit, and becomes a record however it ends."""
 
 import contextlib
 import json
@@ -25,14 +25,25 @@ from helpers.verify.sources import ROOT
 OBSERVER = Path(__file__).with_name("observer.py")
 COUNTS_OF_REHEARSAL = "counts.json"  # a file that a rehearsal writes
 TORCHRUN = ["torch.distributed.run", *ON_THIS_MACHINE]
-GRACE = 60  # seconds more for a rehearsal: it begins to count when torch is imported, and says where ranks were
+# Seconds that a rehearsal may take longer than its script: to import torch, and to say where ranks hang.
+GRACE = 60
 STACKS_WITHIN = 2  # seconds in which ranks that hang write where they are
 LONGEST_LINE = 300  # characters of a message
-ENDING = 4  # seconds before the end of all steps at which a run is stopped: for the stacks and the page
+ENDING = 4  # seconds that are left for the stacks and the page when the end of all steps stops a run
+
+# Lines that say why a program failed.
+NAME_OF_RANK = re.compile(r"^\[rank\d+\]:\s*")  # "[rank1]: " before a line that torchrun passes on
+# "ValueError: no", "torch.OutOfMemoryError: CUDA", or with its place "/torch/x.cpp:83: RuntimeError: no"
+EXCEPTION = re.compile(r"(\S+:\d+: )?[\w.]*(Error|Exception)\b")
+SIGNAL = re.compile(r"Signal \d+")  # "Signal 9 (SIGKILL) received by PID 12"
+# How a rehearsal reports a hang: a line "… still ran after timeout …", and in the next one where the ranks were.
+HANG_IN_REHEARSAL = re.compile(r"still ran after timeout.*\n *(.*)")
+# The last line that a script prints, such as 'result {"loss": 0.25}'
+RESULT = re.compile(r"^result (\{.*\})$", re.MULTILINE)
 
 
 class OutOfTime(Exception):
-    """The time of all steps is over, so a run was stopped within its own limit, or never began."""
+    """The time for all steps is over, so a run was stopped before its own limit, or never began."""
 
 
 @dataclass(frozen=True)
@@ -46,38 +57,34 @@ class Finished:
 
 @dataclass(frozen=True)
 class Run:
-    """What became of a run. ``lines`` are rank 0's counts, ``memory`` is each rank's peak in bytes."""
+    """What came of a run."""
 
-    trouble: str  # "" or ``failed: …`` or ``hung: …``
-    result: dict[str, float]
+    trouble: str  # "" or "failed: …" or "hung: …"
+    result: dict[str, float]  # the numbers that the script printed in its last line
     seconds: float  # of the script, after torch is imported
-    memory: list[int]
-    lines: list[dict[str, Any]]
+    memory: list[int]  # bytes: the peak of each rank
+    lines: list[dict[str, Any]]  # rank 0's counts of events at each line of the script, as helpers.counts has them
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """Runs scripts on so many ranks, on real GPUs or, in a rehearsal of the verification, on pretended ones.
-
-    Logs go to the folder. Nothing runs longer than to the moment ``end``, of time.monotonic(). ``threads`` is what the
-    user has set OMP_NUM_THREADS to, if he has.
-    """
+    """Runs scripts on so many ranks, on real GPUs or, if the verification is only rehearsed, on pretended ones."""
 
     ranks: int
-    rehearsal: bool
-    folder: Path
-    end: float
-    threads: str = ""
+    rehearsal: bool  # whether the verification is only rehearsed
+    folder: Path  # for the logs
+    end: float  # the moment, by time.monotonic(), at which whatever still runs is stopped
+    threads: str = ""  # what the user has set OMP_NUM_THREADS to
 
     def command(self, script: Path, flags: list[str]) -> str:
-        """The command that the page shows."""
+        """The command that the page shows for a run of this script."""
         return shlex.join(["torchrun", f"--nproc-per-node={self.ranks}", script.name, *flags])
 
     def python(self, words: list[str], name: str, timeout: float, **variables: str) -> Finished:
         """Run ``python`` with these words behind it, such as ["-m", "helpers", "doctor"], until it ends or is killed.
 
-        It is killed after ``timeout`` seconds. Raises OutOfTime if it had to be killed earlier, because the time of all
-        steps was over, or if that time is over already. ``variables`` are added to its environment. Its output goes to
+        It is killed after ``timeout`` seconds. Raises OutOfTime if it has to be killed earlier because the time for all
+        steps is over, or if that time is over already. ``variables`` are added to its environment. Its output goes to
         the logs ``name.out`` and ``name.err``.
         """
         seconds_left = self.end - ENDING - time.monotonic()
@@ -117,16 +124,16 @@ class Launcher:
         )
 
     def run(self, kind: str, script: Path, flags: list[str], timeout: float, at_once: int = 1) -> Run:
-        """Run a script in one of three ways, and return what became of it, however it ended.
+        """Run a script in one of three ways, and return what came of it, however it ended.
 
-        ``kind`` is "GPUs" or "gloo", under torchrun with the observer that counts what the script does, or "rehearsed",
-        on pretended GPUs, where the rehearsal counts. ``timeout`` is in seconds. ``at_once`` says how many such runs
-        share the cores.
+        kind: "GPUs" or "gloo" runs it under torchrun, with the observer that counts what the script does. "rehearsed"
+        runs it on pretended GPUs, and the rehearsal counts. timeout: in seconds. at_once: how many such runs share this
+        machine's cores.
         """
         name = f"{script.stem}-{kind}"
         folder = self.folder / name
         folder.mkdir()
-        # If the whole verification is only rehearsed, the run on "GPUs" gets pretended ones, too.
+        # If the verification itself is only rehearsed, the run on "GPUs" gets pretended ones, too.
         on_pretended_gpus = kind == "rehearsed" or (self.rehearsal and kind != "gloo")
 
         if kind == "rehearsed":
@@ -150,11 +157,11 @@ class Launcher:
 
 
 def run_from_files(folder: Path, finished: Finished, is_rehearsed: bool) -> Run:
-    """Make the record of a run, from how its program ended and from the files that it has left in a folder.
+    """Make the record of a run from how its program ended and from the files that it left in a folder.
 
-    Under torchrun each rank has written ``rank<N>.json``: its seconds, its peak of memory in bytes, and its counts. A
-    rehearsal has written one file, with the counts of rank 0. A run that was killed may have left no file; then it has
-    no counts, and 0 seconds.
+    Under torchrun each rank writes ``rank<N>.json``, with its seconds, its peak memory in bytes and its counts. A
+    rehearsal writes one file, with the counts of rank 0. A run that was killed may have left no file; then its record
+    has no counts and 0 seconds.
     """
     reports = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]  # one for each rank
     seconds = 0.0
@@ -176,20 +183,20 @@ def run_from_files(folder: Path, finished: Finished, is_rehearsed: bool) -> Run:
 
 
 def result_in(out: str) -> dict[str, float]:
-    """The numbers of a script's last line ``result {…}``; {} where it printed none."""
-    results = re.findall(r"^result (\{.*\})$", out, re.MULTILINE)
+    """The numbers of the last line of a script's output that is like ``result {"loss": 0.25}``; {} if there is none."""
+    results = RESULT.findall(out)
     if not results:
         return {}
     return json.loads(results[-1])
 
 
 def threads_of_a_rank(ranks: int, at_once: int) -> int:
-    """How many threads each rank gets, if so many runs of so many ranks each share this machine's cores."""
+    """How many threads each rank gets if ``at_once`` runs, each of so many ranks, share this machine's cores."""
     return max(1, usable_cores() // (ranks * at_once))
 
 
 def write_stacks(program: psutil.Process) -> None:
-    """Let the ranks of a program that hangs write where they are, which the observer does at this signal."""
+    """Let the ranks of a program that hangs write where they are: the observer does so when it gets this signal."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for rank in program.children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -202,10 +209,11 @@ def trouble_of(finished: Finished, folder: Path) -> str:
 
     ``folder`` has the stacks that its ranks wrote when they hung.
     """
-    # A rehearsal ends a hang itself, and says in the next line where the ranks were.
-    hang_in_rehearsal = re.search(r"still ran after timeout.*\n *(.*)", finished.errors)
+    # A rehearsal ends a script that hangs by itself, so the program has an exit status.
+    hang_in_rehearsal = HANG_IN_REHEARSAL.search(finished.errors)
     if hang_in_rehearsal is not None:
-        return f"hung: {hang_in_rehearsal[1]}"
+        place = hang_in_rehearsal[1]
+        return f"hung: {place}"
     if finished.status is None:
         line_of_rank = where(folder, ranks=[0])  # {rank: the script's line at which it is}
         return f"hung: rank 0: at {line_of_rank[0]}"
@@ -215,30 +223,30 @@ def trouble_of(finished: Finished, folder: Path) -> str:
 
 
 def cause(errors: str) -> str:
-    """The line that says best why a program failed, among all that it wrote to its standard error.
+    """Find the line that says best why a program failed, in what it wrote to its standard error.
 
-    It is the last one that names an exception; without any, the last one that names a signal, or else the last line.
+    It is the last line that names an exception. If none does, it is the last one that names a signal, or else the last
+    line of all.
     """
-    lines_that_name_exception = []
-    lines_that_name_signal = []
+    lines_with_exception = []
+    lines_with_signal = []
     lines = []
-    for line in errors.splitlines():
-        line = re.sub(r"^\[rank\d+\]:\s*", "", line).strip()
+    for line_with_rank in errors.splitlines():
+        line = NAME_OF_RANK.sub("", line_with_rank).strip()
         lines.append(line)
-        names_exception = re.match(r"(\S+:\d+: )?[\w.]*(Error|Exception)\b", line) is not None
-        # ChildFailedError is torchrun's own, which only says that a rank failed.
-        if names_exception and "ChildFailedError" not in line:
-            lines_that_name_exception.append(line)
-        if re.search(r"Signal \d+", line) is not None:
-            lines_that_name_signal.append(line)
-    for candidates in (lines_that_name_exception, lines_that_name_signal, lines):
+        # ChildFailedError is torchrun's own and says only that a rank failed.
+        if EXCEPTION.match(line) and "ChildFailedError" not in line:
+            lines_with_exception.append(line)
+        if SIGNAL.search(line):
+            lines_with_signal.append(line)
+    for candidates in (lines_with_exception, lines_with_signal, lines):
         if candidates:
             return shortened(candidates[-1])
     return "no message"
 
 
 def shortened(line: str) -> str:
-    """A line, cut where it is long."""
+    """A line, of which at most LONGEST_LINE characters are kept."""
     if len(line) <= LONGEST_LINE:
         return line
     return f"{line[:LONGEST_LINE]}…"

@@ -1,4 +1,4 @@
-"""Where a verification gets what it runs: the chapters' scripts, what the chapters say of them, and the commit."""
+"""Where a verification gets what it runs: the chapters' scripts, the chapters' facts about them, and the commit."""
 
 import subprocess
 from pathlib import Path
@@ -12,10 +12,11 @@ COMMIT = MADE / "COMMIT"
 
 
 def scripts_of(names: list[str], folder: Path) -> list[Path]:
-    """The paths of these chapters' scripts, or of all chapters' if no name is given.
+    """The paths of these chapters' scripts, or of all chapters' scripts if no name is given.
 
-    A name that ends with .py is the path of a script already. The others are exported to ``folder``, or on a machine
-    that lacks what the export needs, taken from what `make scripts` has made. Raises ValueError where there is none.
+    A name that ends with .py is the path of a script already. The other scripts are exported to ``folder``. On a
+    machine that lacks what the export needs, those are taken that `make scripts` has made. Raises ValueError if there
+    is no such script.
     """
     if not names:
         names = [path.stem for path in chapters_in()]
@@ -29,7 +30,10 @@ def scripts_of(names: list[str], folder: Path) -> list[Path]:
 
 
 def script_of(chapter: str, folder: Path) -> Path:
-    """The path of one chapter's script, which this exports to the folder if it can. Raises ValueError."""
+    """Export one chapter's script to the folder, and return its path; or that of the script made by `make scripts`.
+
+    Raises ValueError if there is no such chapter or script.
+    """
     try:
         # The export needs nbformat and ruff, which a machine with GPUs may not have. It takes a second to import.
         from helpers.export.chapters import ExportError, export
@@ -44,10 +48,9 @@ def script_of(chapter: str, folder: Path) -> Path:
 
 
 def made_script(chapter: str, missing: str, folder: Path = MADE) -> Path:
-    """The path of the script that `make scripts` has made for a chapter, in place of an exported one.
+    """The path of the script that `make scripts` has made for a chapter. Raises ValueError if there is none.
 
-    ``missing`` is the module without which nothing can be exported, for the error: ValueError if there is no such
-    script.
+    ``missing`` is the name of the module without which nothing can be exported. The error names it.
     """
     scripts = sorted(folder.glob("[0-9][0-9]_*.py"))
     for script in scripts:
@@ -63,18 +66,20 @@ def made_script(chapter: str, missing: str, folder: Path = MADE) -> Path:
 
 
 def facts_of_chapters() -> dict[str, Facts]:
-    """{name: what the chapter says of its script}, in the chapters' order."""
+    """{name of a chapter: what it says about its script}, in the chapters' order."""
     return {path.stem: facts_at(path).script for path in chapters_in()}
 
 
 def commit() -> str:
-    """The repository's commit, with ``-dirty`` where files differ from it; or "unknown", as in an installed package.
+    """The repository's commit, with ``-dirty`` behind it if files have been changed since.
 
-    Where git cannot say it, as in a copy without .git, it is in scripts/COMMIT, which `make scripts` has written.
+    If git does not know it, as in a copy without .git, it is read from scripts/COMMIT, which `make scripts` writes. It
+    is "unknown" if there is no such file either, as in an installed package.
     """
     no_tags = "--exclude=*"
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", no_tags]
-    is_repository = (ROOT / ".git").exists()  # otherwise git might describe one that an installed package is in
+    # An installed package may lie in a folder of another repository, which git would describe.
+    is_repository = (ROOT / ".git").exists()
     if is_repository:
         try:
             return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,4 +1,4 @@
-"""The steps of a verification beside the probes: a chapter's script, the doctor, and launch on GPUs."""
+"""The steps of a verification that are not probes: a chapter's script, the doctor, and the checks of ``launch``."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -7,11 +7,11 @@ from pathlib import Path
 from helpers.export.facts import Script as ScriptFacts
 from helpers.verify.compare import differences, event_counts
 from helpers.verify.record import Step
-from helpers.verify.runs import Launcher, cause
+from helpers.verify.runs import Launcher, Run, cause
 from helpers.verify.sources import ROOT
 
-KINDS = ("GPUs", "gloo", "rehearsed")
-CORES_FOR_RUNS_AT_ONCE = 3  # With so many cores for each rank, a chapter's three runs go on together.
+RUNS_OF_CHAPTER = 3  # on GPUs, on gloo, and rehearsed
+CORES_FOR_RUNS_AT_ONCE = 3  # With so many cores for each rank, a chapter's three runs run at the same time.
 LAUNCH_CHECKS = ROOT / "tools" / "launch_on_gpus.py"
 LAUNCH_SECONDS = 180  # The checks take about a minute.
 
@@ -19,27 +19,23 @@ LAUNCH_SECONDS = 180  # The checks take about a minute.
 def chapter(launcher: Launcher, script: Path, facts: ScriptFacts, timeout: float) -> Step:
     """Run a chapter's script on GPUs, on gloo and on pretended GPUs, and compare the three runs.
 
-    They run at once if there are cores for it. ``facts`` are what the chapter says of its script, such as how much the
-    numbers of its result may differ. ``timeout`` is in seconds, for each run.
+    They run at the same time if there are enough cores. facts: what the chapter says about its script, such as how much
+    the numbers of its result may differ. timeout: in seconds, for each run.
     """
     flags = facts.quick_flags.split()
     at_once = 1
     if (os.cpu_count() or 1) >= CORES_FOR_RUNS_AT_ONCE * launcher.ranks:
-        at_once = len(KINDS)
-    with ThreadPoolExecutor(at_once) as pool:
-        runs = [pool.submit(launcher.run, kind, script, flags, timeout, at_once) for kind in KINDS]
-    on_gpus, on_gloo, rehearsed = (run.result() for run in runs)
-
-    waits = 0
-    collectives = 0
-    for event, count in event_counts(on_gpus.lines).items():
-        if event.endswith(" waits"):
-            waits += count.in_all
-        else:
-            collectives += count.in_all
+        at_once = RUNS_OF_CHAPTER
+    with ThreadPoolExecutor(at_once) as threads:
+        on_gpus_later = threads.submit(launcher.run, "GPUs", script, flags, timeout, at_once)
+        on_gloo_later = threads.submit(launcher.run, "gloo", script, flags, timeout, at_once)
+        rehearsed_later = threads.submit(launcher.run, "rehearsed", script, flags, timeout, at_once)
+    on_gpus = on_gpus_later.result()
+    on_gloo = on_gloo_later.result()
+    rehearsed = rehearsed_later.result()
     return Step(
         differences=differences(on_gpus, on_gloo, rehearsed, facts.tolerance),
-        summary=f"result as on gloo; {waits} waits and {collectives} collectives as rehearsed",
+        summary=f"result as on gloo; {events_in_words(on_gpus)} as rehearsed",
         command=launcher.command(script, flags),
         result=on_gpus.result,
         script_seconds=[on_gpus.seconds, on_gloo.seconds],
@@ -47,8 +43,20 @@ def chapter(launcher: Launcher, script: Path, facts: ScriptFacts, timeout: float
     )
 
 
+def events_in_words(run: Run) -> str:
+    """How many waits and collectives a run had, as text: "3 waits and 2 collectives"."""
+    waits = 0
+    collectives = 0
+    for event, count in event_counts(run.lines).items():
+        if event.endswith(" waits"):
+            waits += count.in_all
+        else:
+            collectives += count.in_all
+    return f"{waits} waits and {collectives} collectives"
+
+
 def doctor(launcher: Launcher, gpus: int, timeout: float) -> Step:
-    """Run the doctor on all GPUs, in a rehearsal on gloo; a problem that it finds is a difference."""
+    """Run the doctor on all GPUs, or in a rehearsal on gloo. Each problem that it finds is a difference."""
     words = ["-m", "helpers", "doctor", f"--nproc={gpus}"]
     if launcher.rehearsal:
         words.append("--backend=gloo")
@@ -56,16 +64,17 @@ def doctor(launcher: Launcher, gpus: int, timeout: float) -> Step:
 
 
 def launch_checks(launcher: Launcher, checks: Path = LAUNCH_CHECKS, timeout: float = LAUNCH_SECONDS) -> Step:
-    """Run the checks that ranks of a notebook's cell use GPUs; a check that fails is a difference."""
+    """Check that the ranks of a notebook's cell use the GPUs. Each check that fails is a difference."""
     words = [str(checks)]
     return checking_program(launcher, "launch on GPUs", words, timeout, bad="FAILED", summary="all checks passed")
 
 
 def checking_program(launcher: Launcher, name: str, words: list[str], timeout: float, bad: str, summary: str) -> Step:
-    """Run ``python`` with these words behind it: a program that prints a line for each thing that it checks.
+    """Run a program that checks several things and prints a line for each: ``python`` with these words behind it.
 
-    Lines that begin with the word ``bad``, such as "FAILED", become the differences of the step, and so do a hang and
-    another exit status than 0. ``summary`` is what the step says if there are none. ``name`` is that of the logs.
+    Its lines that begin with the word ``bad``, such as "FAILED", become the differences of the step. So does a hang,
+    and without such lines an exit status other than 0. summary: what the step says if there are no differences. name:
+    the name of its logs.
     """
     finished = launcher.python(words, name, timeout)
     problems = [line for line in finished.out.splitlines() if line.startswith(bad)]

@@ -14,7 +14,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from helpers.planner.communication import SENT
+from helpers.planner.communication import share_sent
 from helpers.planner.conventions import STATES, Conventions, States
 from helpers.planner.failures import mttf_hours
 from helpers.planner.layout import Layout
@@ -95,17 +95,43 @@ def days(
 
 
 def busbw(collective: str, ranks: int, bytes: float, seconds: float) -> float:
-    """Bytes a second on the busiest link, as nccl-tests print it (doc/PERFORMANCE.md).
+    """The bus bandwidth, in bytes a second, as nccl-tests print it (doc/PERFORMANCE.md).
 
     collective: its name in the row, such as "all-reduce". bytes: the size of the whole tensor.
     """
-    share_sent = look_up(SENT, collective.replace("-", "_"), "collective")
-    return bytes / seconds * share_sent(ranks)
+    kind = collective.replace("-", "_")
+    return bytes / seconds * share_sent(kind, ranks)
 
 
+def parameters_of(model: Model) -> int:
+    """How many parameters the model has."""
+    return model.parameters()
+
+
+def flops_per_token(model: Model) -> float:
+    """FLOPs of the forward and the backward for one token, by the planner's default count."""
+    return model.flops_per_token()
+
+
+def all_gather_seconds(bytes: float, ranks: int, bandwidth: float) -> float:
+    """Seconds of an all-gather of so many bytes, at a bandwidth in bytes a second."""
+    return share_sent("all_gather", ranks) * bytes / bandwidth
+
+
+def share_of_peak(tflops: float, peak: float) -> float:
+    """The reached FLOP/s as a share of the peak's."""
+    return tflops / peak
+
+
+def mtbf_hours(failures: float, days: float) -> float:
+    """Mean hours between failures, of which there were so many in so many days."""
+    return 24 * days / failures
+
+
+# {quantity of a row: the function that computes it}. The function's arguments are columns of the row.
 QUANTITIES: dict[str, Callable[..., float]] = {
-    "parameters": lambda model: model.parameters(),
-    "FLOPs per token": lambda model: model.flops_per_token(),
+    "parameters": parameters_of,
+    "FLOPs per token": flops_per_token,
     "states": states,
     "states difference": states_difference,
     "DeepSpeed's estimate": deepspeed,
@@ -113,13 +139,13 @@ QUANTITIES: dict[str, Callable[..., float]] = {
     "activations": activations,
     "FLOP/s": achieved,
     "utilization": utilization,
-    "share of peak": lambda tflops, peak: tflops / peak,
+    "share of peak": share_of_peak,
     "days": days,
     "bubble": bubble,
     "busbw": busbw,
-    "all-gather": lambda bytes, ranks, bandwidth: SENT["all_gather"](ranks) * bytes / bandwidth,
+    "all-gather": all_gather_seconds,
     "MTTF": mttf_hours,
-    "MTBF": lambda failures, days: 24 * days / failures,
+    "MTBF": mtbf_hours,
 }
 
 

@@ -13,8 +13,8 @@ class Task:
     name: str
     module: str
     title: str
-    seconds: float  # its limit
-    several_gpus: bool = False  # whether it needs more than one; then every GPU has a rank
+    seconds: float  # its time limit
+    several_gpus: bool = False  # whether it needs more than one GPU; then it runs on one rank for each
 
 
 PLANNED = Task(
@@ -98,7 +98,7 @@ OVERLAP = Task(
     several_gpus=True,
 )
 
-FIRST = (PLANNED, PRECISION, RATES, BUS_BANDWIDTH, OVERLAP)  # before the scripts
+FIRST = (PLANNED, PRECISION, RATES, BUS_BANDWIDTH, OVERLAP)  # these run before the scripts
 LATER = (MESSAGES, LAUNCH, COPIES, RECOMPUTE, CHECKPOINT, SHARED_GPU, FLOAT8, NCCL_MEMORY)
 
 MATRIX = 8192  # rows of the largest square matrices

@@ -15,9 +15,9 @@ TENSORS = 8
 
 
 def checkpoint(device: torch.device) -> Iterator[Figure]:
-    """Seconds of dcp.save and of dcp.async_save, with 2 GB on the GPU, written to the folder for temporary files.
+    """Yields the seconds of dcp.save and of dcp.async_save for 2 GB on the GPU, written to the temporary folder.
 
-    The first save of each kind allocates what the second one uses again, so both are measured.
+    The first save of each kind allocates memory that the second one uses again, so both are measured.
     """
     numbers = 1 << 26  # of float32 in each tensor: 256 MiB
     if device.type == "cpu":

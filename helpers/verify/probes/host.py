@@ -12,7 +12,7 @@ KERNELS = 100  # in a row
 
 
 def launch(device: torch.device) -> Iterator[Figure]:
-    """Microseconds of one small kernel: launched by the host, replayed from a CUDA graph, waited for by .item()."""
+    """Yields the microseconds of a small kernel: launched by the host, replayed by a CUDA graph, awaited by .item()."""
     x = torch.ones(64, device=device)
 
     def kernels() -> None:
@@ -24,7 +24,7 @@ def launch(device: torch.device) -> Iterator[Figure]:
             x[0].item()
 
     def microseconds(seconds: float) -> float:
-        """Of one kernel, where all KERNELS together take so many seconds."""
+        """The microseconds of one kernel, if all KERNELS together take so many seconds."""
         return 1e6 * seconds / KERNELS
 
     yield Figure("the host launches a kernel", microseconds(host_seconds_of(kernels, device)), "us")
@@ -38,12 +38,12 @@ def launch(device: torch.device) -> Iterator[Figure]:
 
 
 def copies(device: torch.device) -> Iterator[Figure]:
-    """GB/s of a copy from the host by ``non_blocking=True``, and for how long the call keeps the host."""
+    """Yields GB/s of a copy from the host with ``non_blocking=True``, and how long the host waits in the call."""
     size = 1 << 28  # bytes
     is_pinned = {"pageable memory": False, "pinned memory": True}
     if device.type == "cpu":
         size = 1 << 20
-        is_pinned = {"pageable memory": False}  # only memory for a GPU's copies is pinned
+        is_pinned = {"pageable memory": False}  # Memory can only be pinned on a machine with a GPU.
     target = torch.empty(size, dtype=torch.uint8, device=device)
     for name, pinned in is_pinned.items():
         source = torch.randint(256, (size,), dtype=torch.uint8, pin_memory=pinned)

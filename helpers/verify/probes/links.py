@@ -13,7 +13,7 @@ from helpers.verify.record import Figure
 
 
 def slowest(seconds: float, device: torch.device) -> float:
-    """The largest of the ranks' seconds, on each rank."""
+    """The largest of all ranks' seconds. All ranks call this together, and it returns the same number on each."""
     largest = torch.tensor(seconds, device=device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return largest.item()
@@ -46,7 +46,7 @@ def bus_bandwidth(device: torch.device) -> Iterator[Figure]:
 
 
 def overlap(device: torch.device) -> Iterator[Figure]:
-    """Yields how much of an all-reduce hides behind matrix products, and how long a rank waits for a late one."""
+    """Yields how much of an all-reduce runs during matrix products, and how long a rank waits for a late one."""
     start_group(device, alone=False)
     matrix_size = 8192
     numbers = 1 << 26
@@ -66,13 +66,13 @@ def overlap(device: torch.device) -> Iterator[Figure]:
         work.wait()
 
     products_alone = slowest(seconds_of(products, device), device)
-    all_reduce_alone = slowest(seconds_of(lambda: dist.all_reduce(message), device), device)
+    all_reduce_alone = slowest(seconds_of(partial(dist.all_reduce, message), device), device)
     together = slowest(seconds_of(both, device), device)
     yield Figure("matrix products alone", 1e3 * products_alone, "ms")
     yield Figure("all-reduce alone", 1e3 * all_reduce_alone, "ms")
     yield Figure("both at once", 1e3 * together, "ms")
-    # One after the other they would take the sum, so what is missing from it ran at the same time. That can be at most
-    # the shorter of the two.
+    # One after the other they would take the sum of both times. What is missing from the sum ran at the same time, and
+    # that can be at most the shorter of the two.
     seconds_at_once = products_alone + all_reduce_alone - together
     hidden = seconds_at_once / min(products_alone, all_reduce_alone)
     yield Figure("of the shorter one, hidden", 100 * hidden, "%")
@@ -80,7 +80,7 @@ def overlap(device: torch.device) -> Iterator[Figure]:
 
 
 def late_rank(message: torch.Tensor, device: torch.device) -> Iterator[Figure]:
-    """Let the last rank come late to an all-reduce, and yield after what time it returns, and is done, on rank 0.
+    """Let the last rank come late to an all-reduce. Yields when rank 0's call returns, and when rank 0 has the sum.
 
     NCCL's call only starts the all-reduce, so it may return before the last rank has come.
     """

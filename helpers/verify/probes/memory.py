@@ -14,7 +14,7 @@ from helpers.verify.record import Figure
 
 
 def recompute(device: torch.device) -> Iterator[Figure]:
-    """Peak memory and time of a forward and backward of 12 layers in bfloat16, with three ways to keep activations.
+    """Yields the peak memory and time of a step of 12 layers in bfloat16, with three ways to treat activations.
 
     They are kept on the GPU, recomputed in the backward pass, or saved on the CPU.
     """
@@ -40,7 +40,7 @@ def recompute(device: torch.device) -> Iterator[Figure]:
     x = torch.randn(shape, device=device, dtype=torch.bfloat16)
 
     def step(way: str) -> None:
-        """A forward and a backward pass, for which activations are "kept", "recomputed" or "saved on the CPU"."""
+        """A forward and a backward pass, between which activations are "kept", "recomputed" or "saved on the CPU"."""
         saving: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if way == "saved on the CPU":
             saving = torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
@@ -56,7 +56,7 @@ def recompute(device: torch.device) -> Iterator[Figure]:
         blocks.zero_grad()
 
     for way in ("kept", "recomputed", "saved on the CPU"):
-        step(way)  # the first step in each way allocates memory, which is not measured
+        step(way)  # The first step in each way is not measured, because it allocates memory.
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         seconds = seconds_of(partial(step, way), device, repeats=5, warm_up=1)
@@ -66,12 +66,12 @@ def recompute(device: torch.device) -> Iterator[Figure]:
 
 
 def nccl_memory(device: torch.device) -> Iterator[Figure]:
-    """MB of the GPU that PyTorch's allocator does not manage: of CUDA's context, of a first group, of a second one."""
+    """Yields how many MB of the GPU, beside PyTorch's allocator, CUDA's context takes, and a first and second group."""
     x = torch.randn(1 << 20, device=device)
     before_groups = bytes_outside_the_allocator(device) / 1e6
     yield Figure("CUDA's context", before_groups, "MB")
     start_group(device)
-    dist.all_reduce(x)  # a group takes its memory when it first communicates
+    dist.all_reduce(x)  # A group takes its memory when it first communicates.
     with_one_group = bytes_outside_the_allocator(device) / 1e6
     yield Figure("the first group", with_one_group - before_groups, "MB")
     second_group = dist.new_group([0])

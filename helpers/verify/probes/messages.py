@@ -1,4 +1,4 @@
-"""Mistakes on purpose: what PyTorch, CUDA and NCCL print, and whether the book quotes it so."""
+"""Mistakes on purpose: what PyTorch, CUDA and NCCL print about them, and whether the book quotes it correctly."""
 
 import os
 import subprocess
@@ -17,9 +17,10 @@ from helpers.ranks.ports import hold_port
 from helpers.verify.probes.results import Text
 from helpers.verify.record import Figure
 
-LIMIT = 75  # seconds for all programs, which run at once, because they mostly wait
+LIMIT = 75  # seconds for all programs together: they mostly wait, so they run at the same time
 LIMIT_ON_CPU = 40
-BEGINNING = 1000  # characters of what a program printed that are kept, and of its end
+# How many characters are kept of the beginning and of the end of what a program printed.
+BEGINNING = 1000
 END = 2000
 
 TWO_RANKS_ON_ONE_GPU = (
@@ -33,11 +34,11 @@ TWO_RANKS_ON_ONE_GPU = (
 
 @dataclass(frozen=True)
 class Mistake:
-    """A program that makes a mistake, and what it should print then."""
+    """A program that makes a mistake, and the message that it should print."""
 
     name: str
-    code: str  # it stands in PROGRAM
-    expected: tuple[str, ...]  # one of these is in what it prints
+    code: str  # inserted into PROGRAM
+    expected: tuple[str, ...]  # The program should print one of these.
     ranks: int = 1
 
 
@@ -128,9 +129,9 @@ if dist.is_initialized():
 
 
 def messages(device: torch.device) -> Iterator[Figure | Text]:
-    """Yields what the program of each mistake printed, and whether that is what the book quotes.
+    """Yields what the program of each mistake printed, and then whether that is what the book quotes.
 
-    On a CPU all of them fail for want of a GPU, so there the first two are enough to try this function.
+    On a CPU all programs fail because there is no GPU, so the first two are enough to try this function.
     """
     mistakes: Sequence[Mistake] = MISTAKES
     limit = LIMIT
@@ -146,7 +147,7 @@ def messages(device: torch.device) -> Iterator[Figure | Text]:
 
 
 def shortened(output: str) -> str:
-    """The beginning and the end of a long output."""
+    """An output, of which only the beginning and the end are kept if it is long."""
     if len(output) <= BEGINNING + END:
         return output
     return f"{output[:BEGINNING]}\n...\n{output[-END:]}"
@@ -162,7 +163,7 @@ class StartedRank:
 
 
 def run_all(mistakes: Sequence[Mistake], limit: float) -> dict[str, str]:
-    """Run the programs of all mistakes at once, and kill those that still run after ``limit`` seconds.
+    """Run the programs of all mistakes at the same time, and kill those that still run after ``limit`` seconds.
 
     Returns {the mistake's name: what the ranks of its program printed, one after the other}.
     """
@@ -183,7 +184,8 @@ def run_all(mistakes: Sequence[Mistake], limit: float) -> dict[str, str]:
                 )
                 started.append(StartedRank(mistake, process, log))
         all_processes = [started_rank.process for started_rank in started]
-        statuses = processes.wait(all_processes, timeout=limit)  # {place in the list: exit status}
+        # {place in the list: exit status} of those that have ended
+        statuses = processes.wait(all_processes, timeout=limit)
         processes.end(all_processes, grace=0)
 
         outputs = {mistake.name: "" for mistake in mistakes}
@@ -197,9 +199,9 @@ def run_all(mistakes: Sequence[Mistake], limit: float) -> dict[str, str]:
 
 
 def variables(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """The environment variables of one of so many ranks, as torchrun would set them, but with one GPU for all.
+    """The environment variables of one of ``ranks`` ranks, as torchrun would set them, but with one GPU for all.
 
-    NCCL writes its warnings, which the book quotes.
+    NCCL_DEBUG makes NCCL print its warnings, which the book quotes.
     """
     return {
         "RANK": str(rank),

@@ -15,7 +15,7 @@ LAYERS = 4
 
 
 def precision(device: torch.device) -> Iterator[Figure]:
-    """Yields speed and memory of a training step in each number format. The step is that of the chapter's script."""
+    """Yields the speed and memory of a training step in each number format. The step is that of chapter 5's script."""
     width = 4096
     batch_size = 4096
     if device.type == "cpu":
@@ -24,7 +24,7 @@ def precision(device: torch.device) -> Iterator[Figure]:
     start_group(device)
     for number_format in FORMATS:
         torch.set_float32_matmul_precision(number_format.matmul_precision)
-        gc.collect()  # frees the model that was timed before this one
+        gc.collect()  # This frees the model of the previous number format.
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         seconds = step_seconds(number_format.dtype, width=width, batch_size=batch_size, device=device)
@@ -34,9 +34,9 @@ def precision(device: torch.device) -> Iterator[Figure]:
 
 
 def step_seconds(dtype: torch.dtype, width: int, batch_size: int, device: torch.device) -> float:
-    """Median seconds of a training step of four linear layers, in which autocast computes in the given type.
+    """Measure the median seconds of a training step of four linear layers, computed in ``dtype`` by autocast.
 
-    As in the chapter's script there are DDP, a gradient scaler, which only float16 needs, clipping, and SGD.
+    As in the chapter's script there are DDP, a gradient scaler (for float16 only), gradient clipping, and SGD.
     """
     layers: list[nn.Module] = []
     for _ in range(LAYERS):

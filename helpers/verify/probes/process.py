@@ -17,7 +17,7 @@ from helpers.verify.record import Figure
 
 
 def line_of(result: Figure | Text) -> str:
-    """A result as a line of the file, which ``measuring.add_results`` reads."""
+    """A result as a line of the file that ``measuring.add_results`` reads."""
     if isinstance(result, Text):
         return json.dumps({"text": asdict(result)})
     return json.dumps({"figure": asdict(result)})
@@ -26,8 +26,8 @@ def line_of(result: Figure | Text) -> str:
 def main(module: str, name: str, device: str, path: Path) -> None:
     """Run the probe ``name``, a function of a module, on "cpu" or "cuda", and append its results to the file.
 
-    Each is written as soon as it is there, so that a probe that hangs later leaves it. Under torchrun only rank 0
-    writes. The process ends at once afterwards, because what Python's end would free is not measured.
+    Each result is written as soon as the probe yields it, so that it is kept if the probe hangs later. Under torchrun
+    only rank 0 writes. In the end the process exits at once, without the time that Python would take to free memory.
     """
     probe = getattr(importlib.import_module(module), name)
     own_device = torch.device(device)

@@ -1,8 +1,8 @@
 """Matrix products by type, size and data, and the speed of a GPU's memory.
 
-A matrix of equal numbers flips fewer transistors, so a GPU draws less power and clocks higher. Products of ones are
-measured beside random ones, and only the latter say what training reaches (He 2024, "Strangely, Matrix Multiplications
-on GPUs Run Faster When Given 'Predictable' Data!", https://www.thonking.ai/p/strangely-matrix-multiplications).
+Products of random matrices show what training reaches. Products of ones are faster, because fewer bits flip, so that
+the GPU draws less power and clocks higher. Both are measured (He 2024, "Strangely, Matrix Multiplications on GPUs Run
+Faster When Given 'Predictable' Data!", https://www.thonking.ai/p/strangely-matrix-multiplications).
 """
 
 from collections.abc import Callable, Iterator
@@ -19,29 +19,30 @@ from helpers.verify.record import Figure
 
 SIZES: tuple[int, ...] = (1024, 2048, 4096, MATRIX)
 SMALL: tuple[int, ...] = (32, 64)  # on a CPU
-IN_A_ROW = 10  # products between two events, so that a small one's launch does not count
+IN_A_ROW = 10  # how many products are timed together, so that the launch of a small one does not count
 
 
 def rate_of(multiply: Callable[[], Any], size: int, device: torch.device) -> float:
-    """TFLOP/s of a function that multiplies two square matrices of this size."""
+    """Measure TFLOP/s of a function that multiplies two square matrices of this size."""
 
     def in_a_row() -> None:
         for _ in range(IN_A_ROW):
             multiply()
 
-    operations = 2 * size**3  # a multiplication and an addition for each number of a row and each of a column
+    # Each of the size² results takes a multiplication and an addition for each number of a row.
+    operations = 2 * size**3
     return IN_A_ROW * operations / seconds_of(in_a_row, device) / 1e12
 
 
 def product_rate(a: torch.Tensor, b: torch.Tensor) -> float:
-    """TFLOP/s of the product of two square matrices."""
-    return rate_of(lambda: torch.mm(a, b), len(a), a.device)
+    """Measure TFLOP/s of the product of two square matrices."""
+    return rate_of(partial(torch.mm, a, b), size=len(a), device=a.device)
 
 
 def rates(device: torch.device) -> Iterator[Figure]:
-    """Yields TFLOP/s of matrix products in each number format, and GB/s of a copy within the memory.
+    """Yields TFLOP/s of matrix products in each number format, and GB/s of a copy within the GPU's memory.
 
-    The matrices are random, of several sizes; those of the largest size are also filled with ones.
+    The matrices are random and of several sizes. For the largest size there is also a product of ones.
     """
     sizes = SIZES
     count = 1 << 30  # of float32: 4 GiB
@@ -59,7 +60,7 @@ def rates(device: torch.device) -> Iterator[Figure]:
 
     source = torch.randn(count, device=device)
     target = torch.empty_like(source)
-    seconds = seconds_of(lambda: target.copy_(source), device)
+    seconds = seconds_of(partial(target.copy_, source), device)
     bytes_moved = 2 * source.nbytes  # They are read and written.
     yield Figure(MEMORY_SPEED, bytes_moved / seconds / 1e9, "GB/s")
 
@@ -67,7 +68,7 @@ def rates(device: torch.device) -> Iterator[Figure]:
 def float8(device: torch.device) -> Iterator[Figure]:
     """Yields TFLOP/s of products in float8, with one scale for each matrix, beside those in bfloat16.
 
-    What the conversion to float8 costs is measured apart.
+    The time of the conversion to float8 is measured separately.
     """
     sizes = (*SIZES, 2 * MATRIX)
     if device.type == "cpu":

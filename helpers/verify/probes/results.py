@@ -1,4 +1,4 @@
-"""What probes share: number formats, the text that a program printed, time, memory, a process group of one rank."""
+"""What probes share: number formats, a record for printed text, and functions for time, memory and process groups."""
 
 import statistics
 import tempfile
@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """A type of numbers, and the argument of torch.set_float32_matmul_precision with which it is multiplied."""
+    """A type of numbers, and how torch multiplies it."""
 
     name: str
     dtype: torch.dtype
-    matmul_precision: str = "highest"
+    matmul_precision: str = "highest"  # for torch.set_float32_matmul_precision
 
 
 FORMATS = (
@@ -31,22 +31,22 @@ FORMATS = (
 
 @dataclass(frozen=True)
 class Text:
-    """What a program printed, or what is said of it."""
+    """A text as the result of a probe: what a program printed."""
 
     name: str
     text: str
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done all its work. A CPU's is done when a call returns."""
+    """Wait until a GPU has done all its work. On a CPU the work is done when a call returns."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def seconds_of(call: Callable[[], Any], device: torch.device, repeats: int = 10, warm_up: int = 3) -> float:
-    """Median seconds of a call, over so many repeats after a warm-up.
+    """Measure the median seconds of a call over so many repeats, after a warm-up.
 
-    On a GPU they are those between two events on its stream, so that what the host needs does not count.
+    On a GPU it is the time between two events on its stream, so that the host's time does not count.
     """
     for _ in range(warm_up):
         call()
@@ -68,9 +68,9 @@ def seconds_of(call: Callable[[], Any], device: torch.device, repeats: int = 10,
 
 
 def host_seconds_of(call: Callable[[], Any], device: torch.device, repeats: int = 10, warm_up: int = 3) -> float:
-    """Median seconds after which a call returns to the host, whether the GPU has done its work by then or not.
+    """Measure the median seconds after which a call returns to the host, even if the GPU is still at work then.
 
-    The GPU has nothing else to do when a call begins.
+    The GPU is idle when the call begins.
     """
     for _ in range(warm_up):
         call()

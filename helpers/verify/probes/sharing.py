@@ -45,11 +45,11 @@ dist.destroy_process_group()
 
 
 def shared_gpu(device: torch.device) -> Iterator[Figure]:
-    """DDP on two gloo ranks whose tensors are on one GPU: whether the gradient is the mean, and a step's time.
+    """Run DDP on two gloo ranks that share one GPU. Yields the gradient, which should be the mean, and a step's time.
 
-    The ranks of PROGRAM have 8 samples each, of ones on rank 0 and of twos on rank 1. The loss is the sum of the
-    outputs, so the gradient of each weight is the sum of the samples: 8 on rank 0, 16 on rank 1, and averaged by DDP
-    12. The weight has 1024 x 1024 float32 numbers, so its gradient has 4 MB.
+    The ranks of PROGRAM have 8 samples each: ones on rank 0, twos on rank 1. The loss is the sum of the outputs, so the
+    gradient of each weight is the sum of the samples: 8 on rank 0 and 16 on rank 1, which DDP averages to 12. The
+    weight has 1024 x 1024 float32 numbers, so its gradient has 4 MB.
     """
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "two_ranks.py")
