@@ -11,10 +11,11 @@ from typing import NoReturn
 READER_HAS_LEFT = 141  # the exit status that a shell gives for SIGPIPE
 FAILED_WRITES = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
 LARGEST_NUMBER = 1_000_000  # of ranks, nodes, GPUs or seconds: more than any job has
+BYTES_PER_UNIT = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}  # the largest first
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser, and by it those of its commands, that says what is wrong in two lines, without the whole usage."""
+    """A parser that says in two lines what is wrong, without the whole usage. So do the parsers of its commands."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\nSee {self.prog} --help.\n")
@@ -28,7 +29,7 @@ def positive_int(text: str) -> int:
 
 
 def positive_seconds(text: str) -> float:
-    """An argument as a number of seconds. Raises ArgumentTypeError for 0, less, or text."""
+    """An argument as a number of seconds. Raises ArgumentTypeError for text, for 0 and less, and for far too many."""
     try:
         seconds = float(text)
     except ValueError:
@@ -39,19 +40,22 @@ def positive_seconds(text: str) -> float:
 
 
 def as_argument(file: str) -> str:
-    """A file's name as one writes it in a shell. With ./ before it, a name such as -rf.py is no option."""
+    """A file's name as one writes it in a shell, with quotes if it needs them.
+
+    A name that begins with a dash, such as -rf.py, gets a ./ before it, so that no program takes it for an option.
+    """
     if file.startswith("-"):
         file = f"./{file}"
     return shlex.quote(file)
 
 
 def open_closed_streams() -> None:
-    """Replace standard streams that the shell has closed, as in ``list >&-``, by /dev/null.
+    """Open /dev/null in place of the standard streams that the shell has closed, as in ``list >&-``.
 
     Otherwise the next file that is opened would get the stream's number, and output of ranks would go there.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
-        is_closed = getattr(sys, name) is None
+        is_closed = getattr(sys, name) is None  # so says Python of a stream that was closed when it started
         if is_closed:
             descriptor = os.open(os.devnull, os.O_RDWR)
             os.dup2(descriptor, number)
@@ -61,12 +65,15 @@ def open_closed_streams() -> None:
 
 
 def is_failed_output(error: OSError) -> bool:
-    """Whether the error says that standard output takes no more. An error of a file that was opened names the file."""
+    """Whether an error says that standard output takes no more, because the disk is full or its reader has gone.
+
+    It has no file name, in contrast to the error of a file that this program opened.
+    """
     return error.filename is None and error.errno in FAILED_WRITES
 
 
 def status_of_failed_output(error: OSError) -> int:
-    """Give up standard output, and return the exit status for that. A reader who has left needs no message."""
+    """Stop writing to standard output, say why, and return the exit status. A reader who has left gets no message."""
     # Python flushes the stream once more at its end. What is still in it goes to /dev/null then.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if error.errno == errno.EPIPE:  # as in ``list | head``
@@ -76,11 +83,11 @@ def status_of_failed_output(error: OSError) -> int:
 
 
 def of_bytes(size: float) -> str:
-    """A number of bytes with three digits that say something: 512 B, 1.5 kB, 3 MB."""
-    for unit, bytes_per_unit in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    """A number of bytes in words, with at most three significant digits: 512 B, 1.5 kB, 3 MB."""
+    for unit, bytes_per_unit in BYTES_PER_UNIT.items():
         if size >= bytes_per_unit:
-            three_digits = float(f"{size / bytes_per_unit:.3g}")
-            return f"{three_digits:g} {unit}"
+            rounded = float(f"{size / bytes_per_unit:.3g}")
+            return f"{rounded:g} {unit}"
     return f"{size:.0f} B"
 
 

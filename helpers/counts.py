@@ -21,15 +21,19 @@ UPLOAD = "upload"
 COPY = "copy"
 COLLECTIVE = "collective"
 
-SYNC = "called a synchronizing CUDA operation"  # torch's message for a wait, if set_sync_debug_mode asked for messages
+# What torch says at a wait, as a warning or an error, if a script has asked for it by torch.cuda.set_sync_debug_mode.
+SYNC = "called a synchronizing CUDA operation"
 NOT_PINNED = "to the GPU, not pinned"  # a copy that blocks in spite of non_blocking=True
-SILENT = {"cuda.synchronize", "event.synchronize", NOT_PINNED}  # waits for which torch has no such message
+SILENT = {"cuda.synchronize", "event.synchronize", NOT_PINNED}  # waits of which torch does not warn
+# The numbers by which torch knows the modes of set_sync_debug_mode. In mode 1 it warns.
+DEBUG_MODE_OFF = 0
+DEBUG_MODE_ERROR = 2
 
 
 class Event(NamedTuple):
-    """Something that happens at a line of the script."""
+    """Something that happens at a line of the script, such as ``Event("train.py:42", WAIT, "item()")``."""
 
-    line: str  # name.py:LINE
+    line: str
     kind: str  # one of the kinds above
     what: str  # what the operation is called
 
@@ -56,9 +60,10 @@ class Refusal:
 
 
 def frame_outside(*folders: str, start: FrameType | None = None) -> FrameType | None:
-    """The innermost running frame whose file is in none of these folders: the line that called what is in them.
+    """The innermost running frame whose file is in none of these folders, or None if there is no such frame.
 
-    The search goes outwards from ``start``, or else from the caller of this function. None if no frame is outside.
+    For example, the line of the script that called a function of torch, if the folder is that of torch. The search goes
+    outwards from ``start``, or from the caller of this function if ``start`` is None.
     """
     frame: FrameType | None = start or sys._getframe(1)
     while frame and frame.f_code.co_filename.startswith(folders):
@@ -78,44 +83,48 @@ class Counts:
     """One rank's events: how often each happens, how many bytes it moves, and how often between two optimizer steps."""
 
     def __init__(self, line: Callable[[], str] = script_line) -> None:
-        """``line`` says at which line of the script an event happens: it is called at each."""
-        self.line = line
-        self.sync_debug_mode = 0  # 1: warn, 2: raise
-        self.events: Counter[Event] = Counter()
-        self.bytes: Counter[Event] = Counter()
-        self.steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of each optimizer
-        self.events_at_step: list[Counter[Event]] = []  # a copy of `events` at each optimizer step
+        """``line`` is called at each event, and returns the line of the script that is running then."""
+        self.current_line = line
+        self.sync_debug_mode = DEBUG_MODE_OFF  # what the script has passed to torch.cuda.set_sync_debug_mode
+        self.events: Counter[Event] = Counter()  # how often each event has happened
+        self.bytes: Counter[Event] = Counter()  # how many bytes each event has moved, in all
+        self.steps_of_optimizer: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.events_at_step: list[Counter[Event]] = []  # a copy of `events` at each training step
         self.refusals: list[Refusal] = []
 
     def count(self, kind: str, what: str, size: int = 0) -> None:
         """Count one event, of ``size`` bytes, at the line of the script that is running now."""
-        event = Event(self.line(), kind, what)
+        event = Event(self.current_line(), kind, what)
         self.events[event] += 1
         self.bytes[event] += size
         is_wait = kind in (WAIT, UPLOAD)
-        if is_wait and self.sync_debug_mode != 0 and what not in SILENT:
+        if is_wait and self.sync_debug_mode != DEBUG_MODE_OFF and what not in SILENT:
             self.report_wait(event)
 
     def report_wait(self, event: Event) -> None:
         """Warn of a wait, or raise for it, as torch does in the mode that torch.cuda.set_sync_debug_mode has set."""
-        if self.sync_debug_mode == 2:
+        if self.sync_debug_mode == DEBUG_MODE_ERROR:
             raise self.refuse(SYNC)
-        file, _, number = event.line.rpartition(":")  # an unknown line, "?", has no number
-        warnings.warn_explicit(SYNC, UserWarning, file, int(number or 0))
+        file, _, number = event.line.rpartition(":")
+        if not number.isdecimal():  # the line is unknown, "?"
+            number = "0"
+        warnings.warn_explicit(SYNC, UserWarning, file, int(number))
 
     def count_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Note the counts so far at a training step. This is a hook that torch calls after each optimizer's step.
+        """Keep a copy of the counts so far, once for each training step. torch calls this after each optimizer's step.
 
-        A training step may step several optimizers. Only the one that has made the most steps begins a new one here.
+        A training step may step several optimizers. So a copy is made only when an optimizer has made more steps than
+        there are copies.
         """
-        self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
-        is_new_training_step = self.steps[optimizer] > len(self.events_at_step)
+        steps = self.steps_of_optimizer.get(optimizer, 0) + 1
+        self.steps_of_optimizer[optimizer] = steps
+        is_new_training_step = steps > len(self.events_at_step)
         if is_new_training_step:
             self.events_at_step.append(Counter(self.events))
 
     def refuse(self, message: str, kind: type[Exception] = RuntimeError) -> Exception:
-        """Note an error that a GPU or NCCL would raise, with the script's line; return the error, for ``raise``."""
-        self.refusals.append(Refusal(self.line(), f"{kind.__name__}: {message}"))
+        """Note an error that a GPU or NCCL would raise, with the script's line. Returns the error, for ``raise``."""
+        self.refusals.append(Refusal(self.current_line(), f"{kind.__name__}: {message}"))
         return kind(message)
 
     def rows(self) -> list[Row]:

@@ -16,7 +16,9 @@ IMPORT = ast.Import | ast.ImportFrom
 DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 ANNOTATION_NAMES = {"__annotate__", "__conditional_annotations__"}  # from Python 3.14 on the compiler adds these names
 IMPLICIT_NAMES = {"__name__", "__annotations__"}  # the compiler adds these names to a class and to annotations
-LOADS = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")  # the last: in a class, from Python 3.12 on
+# The names of the bytecode instructions that read a name, assign to it and delete it. The third of LOADS is in the body
+# of a class, from Python 3.12 on.
+LOADS = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")
 STORES = ("STORE_NAME", "STORE_GLOBAL")
 DELETES = ("DELETE_NAME", "DELETE_GLOBAL")
 # `del x` changes which names are bound, and it fails unless x exists. So it counts as a binding and as a reading.
@@ -26,12 +28,15 @@ READINGS = (*LOADS, *DELETES)
 
 @dataclass(frozen=True)
 class Statement:
-    """One top-level statement as it was written. Comments at the end of a cell are a ``pass`` without code."""
+    """One top-level statement as it was written. Comments at the end of a cell are a ``pass`` without code.
+
+    For example, the function ``def f(): return x`` binds f, and reads x, but does not need it before it is called.
+    """
 
     node: ast.stmt
     code: str  # with the comment at the end of its last line
     above: str = ""  # the comment and blank lines before it
-    where: str = ""  # the cell, for messages
+    where: str = ""  # the cell that it is from, as messages name it
     binds: set[str] = field(init=False, default_factory=set)  # global names that it assigns, defines or deletes
     reads: set[str] = field(init=False, default_factory=set)  # global names that it reads, also in its functions
     needs: set[str] = field(init=False, default_factory=set)  # those of `reads` that must exist when it is executed
@@ -40,8 +45,8 @@ class Statement:
     def __post_init__(self) -> None:
         """Fill in the sets of names from the bytecode, in which the compiler has told global names from local ones."""
         for scope, runs_with_statement in scopes(compiled(self.code)):
-            self.local_names.update(scope.co_varnames, scope.co_cellvars)
-            self.local_names.update(self.add_names_of(scope, runs_with_statement))
+            names_bound_in_class = self.add_names_of(scope, runs_with_statement)
+            self.local_names.update(scope.co_varnames, scope.co_cellvars, names_bound_in_class)
 
     def add_names_of(self, scope: CodeType, runs_with_statement: bool) -> set[str]:
         """Add the global names that one code object binds, reads and needs; return those that are names of a class.
@@ -112,19 +117,21 @@ def split(source: str, where: str = "") -> list[Statement]:
     compiled(source)  # this finds errors that ast.parse lets pass, such as a `return` outside a function
     nodes = ast.parse(source).body
     lines = source.split("\n")
-    first_lines = [first_line_of(node) for node in nodes]
+    first_lines = [first_line_of(node) for node in nodes]  # numbers of lines, from 1, as are the others below
     statements: list[Statement] = []
-    last_before = 0  # the number, from 1, of the last line of the statement before
+    last_before = 0  # the last line of the statement before
     for index, node in enumerate(nodes):
         first = first_lines[index]
         last = node.end_lineno or first
-        shares_last_line = index + 1 < len(nodes) and first_lines[index + 1] <= last  # by a semicolon
-        shares_first_line = first <= last_before
         code = "\n".join(lines[first - 1 : last])
+        # Statements with semicolons between them share a line, as in "x = 1; y = 2  # both".
+        shares_last_line = index + 1 < len(nodes) and first_lines[index + 1] <= last
+        shares_first_line = first <= last_before
         if shares_last_line:
-            code = ast.get_source_segment(source, node) or code
-        elif shares_first_line:  # this is the last statement of a line with semicolons
-            code = code.encode()[node.col_offset :].decode()  # ast counts a column in bytes
+            code = ast.get_source_segment(source, node) or code  # without what follows the semicolon: "x = 1"
+        elif shares_first_line:
+            # Without what precedes the statement: "y = 2  # both". ast counts a column in bytes.
+            code = code.encode()[node.col_offset :].decode()
         lines_above = lines[last_before : first - 1]
         comment_above = "\n".join(lines_above)
         if lines_above == [""]:  # a blank line alone, whose text is empty
@@ -141,7 +148,10 @@ def split(source: str, where: str = "") -> list[Statement]:
 
 
 def statements_of_import(node: ast.Import | ast.ImportFrom, above: str, where: str) -> list[Statement]:
-    """An import of several names as one statement for each. The comment above it stays with the first name."""
+    """An import of several names as one statement for each name. The comment above it stays with the first one.
+
+    For example ``import math, os`` becomes ``import math`` and ``import os``.
+    """
     statements = []
     for alias in node.names:
         single = copy.copy(node)
@@ -158,19 +168,21 @@ def first_line_of(node: ast.stmt) -> int:
 
 
 def in_strings(code: str) -> set[int]:
-    """The numbers, from 1, of lines that begin inside a string."""
+    """The numbers, from 1, of lines that begin inside a string that has more than one line."""
     numbers: set[int] = set()
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Constant | ast.JoinedStr):
-            last = node.end_lineno or node.lineno
-            numbers.update(range(node.lineno + 1, last + 1))
+            first_line = node.lineno
+            last_line = node.end_lineno or first_line
+            numbers.update(range(first_line + 1, last_line + 1))
     return numbers
 
 
 def packages_of(node: ast.AST) -> set[str]:
-    """The packages that an import takes something of; none for another node."""
+    """The packages that an import takes something of: {"torch"} for ``import torch.nn``. Other nodes have none."""
     if isinstance(node, ast.ImportFrom):
-        if node.level:  # a relative import names no package
+        is_relative = node.level > 0  # as ``from . import x``, which names no package
+        if is_relative:
             return {""}
         return {(node.module or "").partition(".")[0]}
     if isinstance(node, ast.Import):

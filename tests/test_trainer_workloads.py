@@ -10,13 +10,24 @@ import pytest
 import torch
 from loading import loaded
 from scripting import export, stand_alone
-from workloads_run import WORKLOADS, Run, checkpoints, gap, newest, same_bits, with_workload
+from workloads_run import (
+    WORKLOADS,
+    Run,
+    checkpoints,
+    newest,
+    relative_difference,
+    same_bits,
+    terms_of,
+    with_workload,
+)
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
 NAMES = sorted(path.stem for path in WORKLOADS.glob("*.py"))
+# These have several losses, several optimizers, a metric that is no ratio of sums, or weights from elsewhere.
+UNUSUAL_NAMES = ["alternating", "detection", "f1", "foreign", "gan", "packed_language"]
 STEPS = 10
-FLAGS = ["--epochs=2", "--batch-size=12", "--lr=0.05", "--warmup=2", "--log-every=1"]
+FLAGS = ["--epochs=2", "--batch-size=12", "--lr=0.05", "--warmup=2", "--log-every=1", "--save-every=3"]
 FLAGS_OF = {  # of one workload
     "stream": ["--max-steps=10"],
     "packed_language": ["--max-steps=10"],
@@ -26,56 +37,62 @@ FLAGS_OF = {  # of one workload
     "lengths": ["--batch-size=13", "--max-steps=10"],
     "low_rank": ["--adapt"],
 }
-RANDOM_FLAGS = {"regression": ["--dropout=0.3"], "batch_norm": ["--num-workers=1"]}  # with which a run draws numbers
-TARGETS = {"masked_language": 78, "lengths": 110, "contrastive": 24}  # in the validation set; 23 in the others'
+RANDOM_FLAGS = {"regression": ["--dropout=0.3"], "batch_norm": ["--num-workers=1"]}  # with them a run is random
+NUM_TARGETS = {"masked_language": 78, "lengths": 110, "contrastive": 24}  # in the validation set; 23 in the others'
 
 
 class Project:
-    """A chapter's script with a workload's functions in place of its own, and its runs, each made once."""
-
-    chapter = "11"
-    flags = ("--save-every=3",)
-    files_of_whole_run = ("--checkpoint-dir=undisturbed",)
+    """Chapter 11's script with a workload's functions in place of its own, and its runs, each made once."""
 
     def __init__(self, name, folder, environment):
         self.name = name
         self.folder = folder
         self.environment = environment
-        self.runs = {}
+        self.flags = [*FLAGS, *FLAGS_OF.get(name, [])]
         self.random_flags = RANDOM_FLAGS.get(name, [])
+        self.runs = {}
+        script = export("11", folder).read_text()
+        workload = (WORKLOADS / f"{name}.py").read_text()
         self.script = folder / "train.py"
-        text = export(self.chapter, folder).read_text()
-        self.script.write_text(with_workload(text, (WORKLOADS / f"{name}.py").read_text()))
+        self.script.write_text(with_workload(script, workload))
         if name == "foreign":
             torch.save(foreign_weights(), folder / "foreign.pt")
 
+    def load(self):
+        """The script as a module. Its probe reads MISCHIEF when it is imported."""
+        with mock.patch.dict("os.environ", MISCHIEF=""):
+            return loaded(self.script)
+
     def start(self, ranks, *flags, mischief=""):
-        flags = [*FLAGS, *self.flags, *FLAGS_OF.get(self.name, []), *flags]
-        return Run(self.script, ranks, self.environment, *flags, mischief=mischief)
+        return Run(self.script, ranks, self.environment, *self.flags, *flags, mischief=mischief)
 
     def run(self, ranks, *flags):
-        if (ranks, flags) == (2, ()) and not self.random_flags:
-            return self.whole()
+        """The finished run on so many ranks with these flags."""
+        if ranks == 2 and not flags and not self.random_flags:
+            return self.undisturbed()  # it has the same losses
         if (ranks, flags) not in self.runs:
             self.runs[ranks, flags] = self.start(ranks, *flags).end()
         return self.runs[ranks, flags]
 
-    def whole(self):
-        """The undisturbed run on two ranks, whose files stay."""
-        return self.run(2, *self.files_of_whole_run, *self.random_flags)
-
-    def resume(self, source, name, ranks=2, more=()):
-        """A run that goes on from a copy of a folder with checkpoints, or from the copy that is there."""
-        if not (self.folder / name).exists():
-            shutil.copytree(self.folder / source, self.folder / name)
-        return self.start(ranks, f"--checkpoint-dir={name}", "--resume", *self.random_flags, *more).end()
+    def undisturbed(self):
+        """The run on two ranks whose checkpoints are in the folder ``undisturbed``."""
+        return self.run(2, "--checkpoint-dir=undisturbed", *self.random_flags)
 
     def interrupted(self):
-        """A run that gets SIGTERM in its seventh step; its checkpoints are in ``stopped``."""
+        """A run that gets SIGTERM in its seventh step. Its checkpoints are in the folder ``stopped``."""
         if "interrupted" not in self.runs:
             run = self.start(2, "--checkpoint-dir=stopped", *self.random_flags, mischief="stop [true, 7]")
             self.runs["interrupted"] = run.end(ok=False)
         return self.runs["interrupted"]
+
+    def resume(self, folder, *flags, ranks=2):
+        """A finished run that goes on from the checkpoints in a folder."""
+        return self.start(ranks, f"--checkpoint-dir={folder}", "--resume", *self.random_flags, *flags).end()
+
+    def resume_copy(self, folder, copy, *flags, ranks=2):
+        """A finished run that goes on from a copy of a folder with checkpoints."""
+        shutil.copytree(self.folder / folder, self.folder / copy)
+        return self.resume(copy, *flags, ranks=ranks)
 
 
 def foreign_weights():
@@ -85,18 +102,31 @@ def foreign_weights():
     return {f"_orig_mod.module.{name}": torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def each_made_once(kind):
-    """A fixture: the project of the parameter's name, of this kind."""
-    projects = {}
+def load_foreign_body(model):
+    """Copy those foreign weights into the model that fit: the body's."""
+    foreign = foreign_weights()
+    weights = {name: foreign[f"_orig_mod.module.{name}"] for name in ("body.weight", "body.bias")}
+    model.load_state_dict(weights, strict=False)
 
-    @pytest.fixture
-    def project(request, tmp_path_factory):
-        if request.param not in projects:
-            path = stand_alone(tmp_path_factory.mktemp("path"))
-            projects[request.param] = kind(request.param, tmp_path_factory.mktemp(request.param), path)
-        return projects[request.param]
 
-    return project
+@pytest.fixture(scope="module")
+def projects():
+    """The projects that were made so far, by their names. The tests of a project share its runs."""
+    return {}
+
+
+@pytest.fixture
+def project(request, projects, tmp_path_factory):
+    """The project of the name that ``for_projects`` gives."""
+    name = request.param
+    if name not in projects:
+        environment = stand_alone(tmp_path_factory.mktemp("path"))
+        projects[name] = Project(name, tmp_path_factory.mktemp(name), environment)
+    return projects[name]
+
+
+def for_projects(*names):
+    return pytest.mark.parametrize("project", names, indirect=True)
 
 
 def states_in(folder):
@@ -104,61 +134,65 @@ def states_in(folder):
     return [torch.load(path, weights_only=True) for path in checkpoints(folder)]
 
 
-project = each_made_once(Project)
-
-
-def of(*names):
-    return pytest.mark.parametrize("project", names, indirect=True)
-
-
-@of(*NAMES)
+@for_projects(*NAMES)
 def test_two_ranks_have_the_losses_of_one_and_print_them(project):
     micro_batches = []
     if project.name == "batch_norm":  # its loss depends on the size of a micro-batch
         micro_batches = ["--accumulate", "2"]
-    one = project.run(1, *micro_batches)
-    two = project.run(2)
-    assert len(two.losses()) == STEPS
-    assert gap(two.losses(), one.losses()) < 1e-4
-    assert two.console() == pytest.approx(dict(enumerate(two.losses(), start=1)), rel=1e-3)
+    losses_of_one = project.run(1, *micro_batches).losses()
+    run = project.run(2)
+    losses = run.losses()
+    assert len(losses) == STEPS
+    assert relative_difference(losses, losses_of_one) < 1e-4
+    losses_by_step = dict(enumerate(losses, start=1))
+    assert run.printed_losses() == pytest.approx(losses_by_step, rel=1e-3)
 
 
-NEW_KINDS = ["alternating", "detection", "f1", "foreign", "gan", "packed_language"]
+def batches_in_order(trainer, train_set, args):
+    """Yield the list of samples of each step, in the order of the trainer, and with its seed for each sample."""
+    if not hasattr(train_set, "__getitem__"):
+        stream = iter(train_set)
+        while True:
+            yield list(itertools.islice(stream, args.batch_size))
+
+    num_samples = len(train_set)
+    for epoch in itertools.count():
+        key = repr(("order", args.seed, epoch))
+        order = trainer.shuffled(np.arange(num_samples), num_samples, key).tolist()
+        for batch in range(num_samples // args.batch_size):
+            first = batch * args.batch_size
+            samples = []
+            for index in order[first : first + args.batch_size]:
+                trainer.seed_all("sample", args.seed, epoch, index)
+                samples.append(train_set[index])
+            yield samples
 
 
-def in_one_process(script, flags, steps):
-    """(the losses, the last weights) of a loop in one process: no DDP, no micro-batches, no scaler.
+def train_in_one_process(trainer, flags, num_steps):
+    """Train by a plain loop, without DDP, micro-batches and a scaler. Returns (the losses, the last weights).
 
     From the script it takes the workload's functions, the order of the samples, the seeds and the schedule.
     """
-    with mock.patch("sys.argv", [str(script), *flags]), mock.patch.dict("os.environ", MISCHIEF=""):
-        trainer = loaded(script)
+    with mock.patch("sys.argv", ["train.py", *flags]):
         args = trainer.parse_args()
     train_set, _ = trainer.load_data(args)
     trainer.seed_all("model", args.seed)
     model = trainer.build_model(args)
     if args.init_from:
-        foreign = {name.removeprefix("_orig_mod.module."): value for name, value in foreign_weights().items()}
-        model.load_state_dict({name: foreign[name] for name in ("body.weight", "body.bias")}, strict=False)
+        load_foreign_body(model)
     optimizer = trainer.build_optimizer(model, args)
     peak_lrs = [group["lr"] for group in optimizer.param_groups]
+
     losses = []
-    stream = iter(train_set) if not hasattr(train_set, "__getitem__") else None
-    for step in range(1, steps + 1):
-        if stream is not None:
-            samples = list(itertools.islice(stream, args.batch_size))
-        else:
-            epoch, step_in_epoch = divmod(step - 1, len(train_set) // args.batch_size)
-            order = trainer.shuffled(np.arange(len(train_set)), len(train_set), repr(("order", args.seed, epoch)))
-            samples = []
-            for index in order[step_in_epoch * args.batch_size :][: args.batch_size].tolist():
-                trainer.seed_all("sample", args.seed, epoch, index)
-                samples.append(train_set[index])
+    batches = batches_in_order(trainer, train_set, args)
+    for step, samples in zip(range(1, num_steps + 1), batches, strict=False):
+        lr_factor = trainer.lr_factor(step, num_steps, args)
         for group, peak_lr in zip(optimizer.param_groups, peak_lrs, strict=True):
-            group["lr"] = peak_lr * trainer.lr_factor(step, steps, args)
+            group["lr"] = peak_lr * lr_factor
+
         optimizer.zero_grad()
-        terms = trainer.loss_sums_of_workload(model, trainer.collate(samples), args)["loss"]
-        loss = sum(total / count for total, count in (terms if isinstance(terms, list) else [terms]))
+        sums = trainer.loss_sums_of_workload(model, trainer.collate(samples), args)
+        loss = sum(total / count for total, count in terms_of(sums["loss"]))
         loss.backward()
         if args.max_norm > 0:
             torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
@@ -167,171 +201,213 @@ def in_one_process(script, flags, steps):
     return losses, model.state_dict()
 
 
-def flags_of(name):
-    return [*FLAGS, *Project.flags, *FLAGS_OF.get(name, [])]
-
-
-@of(*NEW_KINDS, "low_rank", "masked_language")
+@for_projects(*UNUSUAL_NAMES, "low_rank", "masked_language")
 @pytest.mark.parametrize("shard", ["--no-shard", "--shard"])
 def test_two_ranks_have_the_losses_and_weights_of_a_loop_in_one_process(project, shard, monkeypatch):
     monkeypatch.chdir(project.folder)
     folder = f"one_process{shard}"
     run = project.run(2, shard, f"--checkpoint-dir={folder}")
-    losses, weights = in_one_process(project.script, flags_of(project.name), STEPS)
-    assert run.losses() == pytest.approx(losses, rel=2e-6, abs=1e-6)
-    found = torch.load(project.folder / folder / "weights.pt", weights_only=True)
-    assert found.keys() == weights.keys()
-    for name, expected in weights.items():
-        assert torch.allclose(found[name].double(), expected.double(), rtol=0, atol=2e-6), name
+    weights = torch.load(project.folder / folder / "weights.pt", weights_only=True)
+
+    expected_losses, expected_weights = train_in_one_process(project.load(), project.flags, STEPS)
+    assert run.losses() == pytest.approx(expected_losses, rel=2e-6, abs=1e-6)
+    assert weights.keys() == expected_weights.keys()
+    for name, expected in expected_weights.items():
+        assert torch.allclose(weights[name].double(), expected.double(), rtol=0, atol=2e-6), name
 
 
-@of(*NEW_KINDS)
-def test_a_new_kind_is_resumed_with_the_bits_of_an_undisturbed_run(project):
+@for_projects(*UNUSUAL_NAMES)
+def test_an_unusual_kind_is_resumed_with_the_bits_of_an_undisturbed_run(project):
     assert "stopped by SIGTERM at step " in project.interrupted().out
-    run = project.resume("stopped", "resumed")
+    run = project.resume_copy("stopped", "resumed")
     assert 0 < len(run.losses()) < STEPS
-    project.whole()
-    resumed, undisturbed = (newest(project.folder / name) for name in ("resumed", "undisturbed"))
+
+    project.undisturbed()
+    resumed = newest(project.folder / "resumed")
+    undisturbed = newest(project.folder / "undisturbed")
     assert same_bits(resumed["model"], undisturbed["model"])
-    states = zip(resumed["optimizer"]["state"].values(), undisturbed["optimizer"]["state"].values(), strict=True)
-    assert all(same_bits(one, other) for one, other in states)
+    resumed_states = resumed["optimizer"]["state"]
+    undisturbed_states = undisturbed["optimizer"]["state"]
+    assert resumed_states.keys() == undisturbed_states.keys()
+    for key, state in resumed_states.items():
+        assert same_bits(state, undisturbed_states[key]), key
 
 
-@of("foreign")
+@for_projects("foreign")
 def test_a_foreign_file_says_what_matched(project):
-    out = project.whole().out
+    out = project.undisturbed().out
     assert "foreign.pt: 2 of the model's 7 tensors match" in out
     assert "1 not in the model: pooler.weight" in out
     assert "1 of another shape: words.weight" in out
 
 
-@of("f1")
+@for_projects("f1")
 def test_f1_and_the_exact_area_under_the_curve_are_those_of_one_rank(project):
-    """The metrics, from the weights that the run has left."""
-    result = project.whole().result()
-    trainer_result = {}
+    """On one, two and three ranks the script's metrics are those that its last weights have in this process."""
+    results = [project.undisturbed().result()]
     for ranks in (1, 3):
-        run = project.resume("undisturbed", f"on{ranks}", ranks=ranks)
-        trainer_result[ranks] = run.result()
-    with mock.patch.dict("os.environ", MISCHIEF=""):
-        trainer = loaded(project.script)
+        run = project.resume_copy("undisturbed", f"on{ranks}", ranks=ranks)
+        results.append(run.result())
+
+    trainer = project.load()
     model = trainer.build_model(None)
     model.load_state_dict(torch.load(project.folder / "undisturbed" / "weights.pt", weights_only=True))
-    inputs, targets = trainer.load_data(None)[1].tensors
+    _, val_set = trainer.load_data(None)
+    inputs, targets = val_set.tensors
     scores = model(inputs)[:, 0]
-    found = scores > 0
-    right = (found & (targets > 0)).sum().item()
-    pairs = scores[targets > 0][:, None] - scores[targets == 0][None]
+    is_predicted = scores > 0
+    is_positive = targets > 0
+    num_predicted = is_predicted.sum().item()
+    num_positives = is_positive.sum().item()
+    true_positives = (is_predicted & is_positive).sum().item()
+    differences = scores[is_positive][:, None] - scores[~is_positive][None, :]  # of each positive to each negative
+    wins = (differences > 0).float() + 0.5 * (differences == 0).float()
     expected = {
-        "val_f1": 2 * right / (found.sum() + targets.sum()).item(),
-        "val_recall": right / targets.sum().item(),
-        "val_auc": ((pairs > 0).float() + 0.5 * (pairs == 0).float()).mean().item(),
+        "val_f1": 2 * true_positives / (num_predicted + num_positives),
+        "val_recall": true_positives / num_positives,
+        "val_auc": wins.mean().item(),
     }
-    for values in (result, *trainer_result.values()):
-        assert {name: values[name] for name in expected} == pytest.approx(expected, abs=1e-5)
+    for result in results:
+        metrics = {name: result[name] for name in expected}
+        assert metrics == pytest.approx(expected, abs=1e-5)
 
 
-@of("detection")
+@for_projects("detection")
 def test_terms_that_count_different_things_are_exact_over_micro_batches(project):
-    assert gap(project.run(1, "--accumulate", "3").losses(), project.run(1).losses()) < 1e-5
+    losses = project.run(1, "--accumulate", "3").losses()
+    losses_of_whole_batches = project.run(1).losses()
+    assert relative_difference(losses, losses_of_whole_batches) < 1e-5
 
 
-@of("lengths", "regression")
+@for_projects("lengths", "regression")
 def test_two_micro_batches_have_the_losses_of_one(project):
-    assert gap(project.run(1, "--accumulate", "2").losses(), project.run(1).losses()) < 1e-4
+    losses = project.run(1, "--accumulate", "2").losses()
+    losses_of_whole_batches = project.run(1).losses()
+    assert relative_difference(losses, losses_of_whole_batches) < 1e-4
 
 
-@of("batch_norm", "contrastive", "low_rank", "masked_language")
+@for_projects("batch_norm", "contrastive", "low_rank", "masked_language")
 def test_a_sharded_model_has_the_losses_of_ddp(project):
+    with_ddp = project.undisturbed()
     sharded = project.run(2, "--shard", *project.random_flags)
-    assert gap(sharded.losses(), project.whole().losses()) < 1e-4
-    assert sharded.result() == pytest.approx(project.whole().result(), rel=1e-3)
+    assert relative_difference(sharded.losses(), with_ddp.losses()) < 1e-4
+    assert sharded.result() == pytest.approx(with_ddp.result(), rel=1e-3)
 
 
-@of("low_rank", "regression")
+@for_projects("low_rank", "regression")
 def test_a_run_that_was_stopped_is_resumed_by_the_other_way_to_wrap(project):
     project.interrupted()
-    shutil.copytree(project.folder / "stopped", project.folder / "across")
-    run = project.resume("stopped", "across", more=["--shard"])
-    step = STEPS - len(run.losses())
-    assert gap(run.losses(), project.whole().losses()[step:]) < 1e-4
+    losses = project.resume_copy("stopped", "across", "--shard").losses()
+    step = STEPS - len(losses)
+    losses_with_ddp = project.undisturbed().losses()[step:]
+    assert relative_difference(losses, losses_with_ddp) < 1e-4
 
 
-@of("masked_language", "stream")
+@for_projects("masked_language", "stream")
 def test_workers_change_no_loss(project):
-    assert gap(project.run(2, "--num-workers=2").losses(), project.run(2).losses()) < 1e-6
+    losses = project.run(2, "--num-workers=2").losses()
+    losses_without_workers = project.run(2).losses()
+    assert relative_difference(losses, losses_without_workers) < 1e-6
 
 
-@of("batch_norm", "contrastive", "lengths", "stream")
+@for_projects("batch_norm", "contrastive", "lengths", "stream")
 def test_a_validation_on_three_ranks_is_complete_and_has_the_result_of_two(project):
-    on_two = project.whole().result()
-    run = project.resume("undisturbed", "validation", ranks=3)
-    sums = run.validation()
-    assert sums["loss"][1] == TARGETS.get(project.name, 23)
-    means = {f"val_{name}": total / count for name, (total, count) in sums.items()}
-    assert run.result() == pytest.approx({**means, "world_size": 3, "step": STEPS}, rel=1e-4, abs=1e-6)
-    assert {**on_two, "world_size": 3} == pytest.approx(run.result(), rel=1e-4, abs=1e-6)
+    """A finished run that is resumed has no step to take, and validates once more."""
+    result_of_two = project.undisturbed().result()
+    run = project.resume_copy("undisturbed", "validation", ranks=3)
+    result_of_three = run.result()
+
+    totals = run.validation_totals()
+    _, num_targets = totals["loss"]
+    assert num_targets == NUM_TARGETS.get(project.name, 23)
+    expected = {"world_size": 3, "step": STEPS}
+    for name, (total, count) in totals.items():
+        expected[f"val_{name}"] = total / count
+    assert result_of_three == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+    result_of_two["world_size"] = 3
+    assert result_of_two == pytest.approx(result_of_three, rel=1e-4, abs=1e-6)
 
 
-@of("batch_norm", "low_rank", "regression", "stream")
+@for_projects("batch_norm", "low_rank", "regression", "stream")
 def test_a_stopped_run_ends_with_the_bits_of_an_undisturbed_one(project):
     assert "stopped by SIGTERM at step " in project.interrupted().out
+    assert (project.folder / "stopped" / "stopped").exists()
     step = newest(project.folder / "stopped")["step"]
     assert step in (7, 8, 9)
-    assert (project.folder / "stopped" / "stopped").exists()
-    run = project.resume("stopped", "resumed")
+
+    run = project.resume_copy("stopped", "resumed")
     assert f"going on from step_{step:08}" in run.out
     assert len(run.losses()) == STEPS - step
-    project.whole()
-    assert same_bits(newest(project.folder / "resumed")["model"], newest(project.folder / "undisturbed")["model"])
+
+    project.undisturbed()
+    resumed = newest(project.folder / "resumed")
+    undisturbed = newest(project.folder / "undisturbed")
+    assert same_bits(resumed["model"], undisturbed["model"])
 
 
-@of("low_rank")
+@for_projects("low_rank")
 def test_a_truncated_checkpoint_is_named_and_the_one_before_it_is_taken(project):
     project.interrupted()
-    project.whole()
+    project.undisturbed()
     shutil.copytree(project.folder / "stopped", project.folder / "torn")
     path = checkpoints(project.folder / "torn")[-1]
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    run = project.resume("stopped", "torn")
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+    run = project.resume("torn")
     assert f"{path.name} is damaged" in run.out
     assert "going on from step_00000006" in run.out
-    assert same_bits(newest(project.folder / "torn")["model"], newest(project.folder / "undisturbed")["model"])
+    resumed = newest(project.folder / "torn")
+    undisturbed = newest(project.folder / "undisturbed")
+    assert same_bits(resumed["model"], undisturbed["model"])
 
 
-@of("low_rank", "batch_norm")
+def tensors_of(state):
+    """All tensors of a model and its optimizer in the state of a checkpoint."""
+    values = list(state["model"].values())
+    for parameter_state in state["optimizer"]["state"].values():
+        values += parameter_state.values()
+    return [value for value in values if torch.is_tensor(value)]
+
+
+@for_projects("low_rank", "batch_norm")
 def test_a_nan_leaves_no_checkpoint_that_is_not_finite(project):
+    """Step 4, whose batch is nan, is skipped, and the training goes on."""
     run = project.start(2, "--checkpoint-dir=nan", mischief="poison [true, 4]").end()
-    assert re.findall(r"^step (\d+): .* norm nan,", run.out, re.MULTILINE) == ["4"]
+    nan_line = re.compile(r"^step (\d+): .* norm nan,", re.MULTILINE)  # "step 4: loss nan, norm nan, ..."
+    assert nan_line.findall(run.out) == ["4"]
+
     states = states_in(project.folder / "nan")
     assert [state["step"] for state in states] == [6, 9, 10]
     for state in states:
-        values = list(state["model"].values())
-        for of_parameter in state["optimizer"]["state"].values():
-            values += of_parameter.values()
-        assert all(value.isfinite().all() for value in values if torch.is_tensor(value))
+        for tensor in tensors_of(state):
+            assert tensor.isfinite().all()
     assert not same_bits(states[0]["model"], states[1]["model"])
 
 
-@of("low_rank")
+@for_projects("low_rank")
 def test_groups_keep_the_ratio_of_their_rates(project):
-    project.whole()
-    highest_rates = []
+    project.undisturbed()
+    adapter_lrs = []
     for state in states_in(project.folder / "undisturbed"):
-        low, high = state["optimizer"]["param_groups"]
-        assert low["lr"] * 100 == pytest.approx(high["lr"])
-        highest_rates.append(high["lr"])
-    assert highest_rates[0] > highest_rates[1] > 0
+        head, adapter = state["optimizer"]["param_groups"]
+        assert head["lr"] * 100 == pytest.approx(adapter["lr"])
+        adapter_lrs.append(adapter["lr"])
+    assert adapter_lrs[0] > adapter_lrs[1] > 0
 
 
-@of("regression")
+@for_projects("regression")
 def test_a_signal_in_a_validation_or_save_is_heard_there(project):
+    """A validation has four batches. The signal comes in the first, and the ranks stop after the second."""
     flags = ["--batch-size=6", "--val-every=4", "--checkpoint-dir=validating"]
     validating = project.start(2, *flags, mischief="stop [false, 1]")
     saving = project.start(2, "--checkpoint-dir=saving", mischief="stop_in_save")
     validating.end(ok=False)
     saving.end(ok=False)
+
     assert newest(project.folder / "validating")["step"] == 4
-    assert len(validating.calls(training=False)[0]) == 2  # of 4 batches
+    calls_of_rank_0, _ = validating.calls(training=False)
+    assert len(calls_of_rank_0) == 2
     assert [path.name for path in checkpoints(project.folder / "saving")] == ["step_00000003.pt"]
     assert "stopped by SIGTERM at step 3:" in saving.out

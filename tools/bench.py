@@ -20,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
@@ -34,16 +35,16 @@ RECORDED = ROOT / "book" / "recorded"
 NPROC = 4
 TOTAL = 10.0  # 1 + 2 + 3 + 4, what the all-reduce gives
 ROUNDS = 3  # how often each way is measured
-BASE = "launch"  # The ratios of the table compare the other ways with it.
+BASE = "launch"  # the way with which the table compares the others
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-Seconds = dict[str, list[float]]  # {row of the table: its measurements}
+Seconds = dict[str, list[float]]  # {name of a row of the table: its measurements}
 
 
 # --- the same work for all: an all-reduce of a small tensor, its result brought back ----------------------------------
 
 
 def all_reduce() -> float:
-    """All-reduce [rank + 1] on a rank whose process group runs: returns 1 + 2 + … + N."""
+    """All-reduce a tensor that holds rank + 1, in a process group that runs already; return the sum, 1 + 2 + … + N."""
     import torch
     import torch.distributed as dist
 
@@ -53,14 +54,14 @@ def all_reduce() -> float:
 
 
 def start_group(rank: int, store: str) -> None:
-    """Start a process group of NPROC ranks. ``store`` is the file by which the processes meet."""
+    """Start a process group of NPROC ranks. They find each other by the file ``store``, which need not exist yet."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NPROC)
 
 
 def with_group(rank: int, store: str) -> float:
-    """``all_reduce`` in a process without a group: start one, by the file ``store``, and end it afterwards."""
+    """Start a process group by the file ``store``, ``all_reduce`` in it, and end the group; return the sum."""
     import torch.distributed as dist
 
     start_group(rank, store)
@@ -92,7 +93,10 @@ def use_openmp() -> None:
 
 
 def seconds_of(call: Callable[[], list[float]], calls: int) -> list[float]:
-    """How long each of so many calls takes. A call returns what ``all_reduce`` gave on each rank, which is checked."""
+    """Call a function so many times; return how long each call took.
+
+    The function returns what ``all_reduce`` returned on each rank. Raises AssertionError if that is wrong.
+    """
     seconds = []
     for _ in range(calls):
         start = time.perf_counter()
@@ -103,7 +107,10 @@ def seconds_of(call: Callable[[], list[float]], calls: int) -> list[float]:
 
 
 def first_and_later(way: str, seconds: list[float]) -> Seconds:
-    """Two rows of the table: the first call, in which a way may start processes that it keeps, and the later ones."""
+    """Two rows of the table, one for the first call of a way to start ranks, and one for its later calls.
+
+    The first call may be slower, because some ways start processes there that the later calls use again.
+    """
     return {f"first call: {way}": seconds[:1], f"later call: {way}": seconds[1:]}
 
 
@@ -111,20 +118,26 @@ def time_launch() -> Seconds:
     """Measure this project's ``launch``, whose forkserver is started before, as in a chapter."""
     from helpers.ranks.launch import launch, warm
 
+    def launch_and_all_reduce() -> list[float]:
+        return launch(all_reduce, nproc=NPROC)
+
     warm()  # as `%load_ext helpers` does in a chapter's first cell
     use_openmp()
-    seconds = seconds_of(lambda: launch(all_reduce, nproc=NPROC), calls=8)
+    seconds = seconds_of(launch_and_all_reduce, calls=8)
     return first_and_later("launch", seconds)
 
 
 def put_total(rank: int, store: str, queue: SimpleQueue) -> None:
-    """``with_group`` for ways that do not return what a rank returns: its total goes into a queue."""
+    """Do what ``with_group`` does, and put (rank, sum) into a queue: for ways that drop what a rank returns."""
     queue.put((rank, with_group(rank, store)))
 
 
 def totals_in(queue: SimpleQueue) -> list[float]:
-    """The totals that all ranks have put into a queue, by rank."""
-    totals = dict(queue.get() for _ in range(NPROC))
+    """Wait until all ranks have put their sums into a queue; return ``[rank 0's, rank 1's, …]``."""
+    totals = {}
+    for _ in range(NPROC):
+        rank, total = queue.get()
+        totals[rank] = total
     return [totals[rank] for rank in range(NPROC)]
 
 
@@ -171,12 +184,19 @@ def time_accelerate() -> Seconds:
     return first_and_later("accelerate", seconds)
 
 
+# The script that torchrun runs on each rank. Its argument is a folder, to which the ranks write their results.
 RANK_SCRIPT = f"""\
-import os, pathlib, sys
+import os
+import pathlib
+import sys
+
 sys.path.insert(0, {str(ROOT / "tools")!r})
 import bench
-rank, folder = int(os.environ["RANK"]), pathlib.Path(sys.argv[1])
-(folder / str(rank)).write_text(str(bench.with_group(rank, folder / "store")))
+
+rank = int(os.environ["RANK"])
+folder = pathlib.Path(sys.argv[1])
+total = bench.with_group(rank, folder / "store")
+(folder / str(rank)).write_text(str(total))
 """
 
 
@@ -229,33 +249,35 @@ def time_ipyparallel() -> Seconds:
         ipyparallel.Cluster(n=NPROC, log_level=logging.ERROR, profile_dir=folder) as client,
     ):
 
-        def on_engines(function: str, arguments: Callable[[int], list]) -> list:
+        def on_engines(function: str, arguments_of_ranks: list[list]) -> list:
             """Call a function of this file on each engine, as one rank; return what it returned there, by rank.
 
-            ``arguments(rank)`` are the arguments with which rank ``rank`` calls it.
+            ``arguments_of_ranks`` has the arguments with which each rank calls it.
             """
             replies = []
-            for rank in range(NPROC):
+            for rank, arguments in enumerate(arguments_of_ranks):
                 engine = client[rank]
-                replies.append(engine.apply_async(call_on_engine, str(ROOT / "tools"), function, arguments(rank)))
+                replies.append(engine.apply_async(call_on_engine, str(ROOT / "tools"), function, arguments))
             return [reply.get(timeout=60) for reply in replies]
 
+        no_arguments: list[list] = [[] for _ in range(NPROC)]
         store_numbers = itertools.count()
 
         def all_reduce_in_new_group() -> list[float]:
             # Each group needs a new file, by which its ranks find each other.
             store = f"{folder}/store{next(store_numbers)}"
-            return on_engines("with_group", lambda rank: [rank, store])
+            return on_engines("with_group", [[rank, store] for rank in range(NPROC)])
 
         def all_reduce_in_kept_group() -> list[float]:
-            return on_engines("all_reduce", lambda rank: [])
+            return on_engines("all_reduce", no_arguments)
 
-        on_engines("use_one_thread", lambda rank: [])
+        on_engines("use_one_thread", no_arguments)
         seconds_of(all_reduce_in_new_group, calls=1)
         first_call = time.perf_counter() - before_first_call
         later_calls = seconds_of(all_reduce_in_new_group, calls=8)
 
-        on_engines("start_group", lambda rank: [rank, f"{folder}/kept"])
+        store_of_kept_group = f"{folder}/kept"
+        on_engines("start_group", [[rank, store_of_kept_group] for rank in range(NPROC)])
         calls_in_kept_group = seconds_of(all_reduce_in_kept_group, calls=8)
 
     seconds = first_and_later("ipyparallel", [first_call, *later_calls])
@@ -274,18 +296,62 @@ WAYS = {
 
 # --- chapter 11's script beside a loop that is written by hand --------------------------------------------------------
 
-PIECE = 10  # steps of one loop, after which the other one takes its turn
-SIZES = {  # (width, more layers, pieces of each loop)
-    "20 thousand weights, the script's own": (256, 0, 30),
-    "4 million weights": (1024, 4, 20),
-    "17 million weights": (2048, 4, 10),
-}
-Clocks = dict[str, Callable[[], float]]
-CLOCKS: Clocks = {"processor": time.process_time, "wall": time.perf_counter}
+STEPS_OF_PIECE = 10  # The two loops take turns, and each turn, called a piece, has so many steps.
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """A model with which the script and the loop by hand are compared."""
+
+    name: str
+    width: int  # of its hidden layers
+    added_layers: int  # hidden layers that the script's own model does not have
+    num_pieces: int  # how many pieces of each loop are measured
+
+
+MODEL_SIZES = [
+    ModelSize("20 thousand weights, the script's own", width=256, added_layers=0, num_pieces=30),
+    ModelSize("4 million weights", width=1024, added_layers=4, num_pieces=20),
+    ModelSize("17 million weights", width=2048, added_layers=4, num_pieces=10),
+]
+CLOCKS = {"processor": time.process_time, "wall": time.perf_counter}
+
+
+@dataclass
+class PieceTimes:
+    """How long each piece of the two loops took on one rank, in seconds by one clock."""
+
+    script: list[float] = field(default_factory=list)
+    by_hand: list[float] = field(default_factory=list)
+
+
+def read_clocks() -> dict[str, float]:
+    """The seconds that each of CLOCKS shows now."""
+    return {name: clock() for name, clock in CLOCKS.items()}
+
+
+def seconds_since(start: dict[str, float]) -> dict[str, float]:
+    """The seconds that have passed by each of CLOCKS since ``read_clocks`` returned ``start``."""
+    return {name: now - start[name] for name, now in read_clocks().items()}
+
+
+def import_script(path: str) -> Any:
+    """Import a chapter's script, which is a file and no package, as a module; return the module."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("trainer", path)
+    assert spec is not None and spec.loader is not None
+    trainer = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(trainer)
+    return trainer
 
 
 def loop_by_hand(trainer: Any, args: Any) -> Callable[[], None]:
-    """A function that trains for PIECE steps each time: DDP and nothing that a short experiment would leave out."""
+    """Return a function that trains for one piece each time it is called, without what a short experiment leaves out.
+
+    It has DDP, clipping and a schedule, as the script has, but no checkpoints, no agreement on a stop, and so on. Data,
+    model and optimizer are made by the script, ``trainer``, with its arguments ``args``.
+    """
     import torch
     import torch.distributed as dist
     from torch.nn import functional
@@ -300,81 +366,114 @@ def loop_by_hand(trainer: Any, args: Any) -> Callable[[], None]:
     sampler: DistributedSampler = DistributedSampler(train_set)
     loader = DataLoader(train_set, own_batch_size, sampler=sampler, drop_last=True)
 
-    def endless() -> Any:
+    def batches_of_all_epochs() -> Iterator[Any]:
         for epoch in itertools.count():
             sampler.set_epoch(epoch)
             yield from loader
 
-    batches = endless()
+    batches = batches_of_all_epochs()
 
-    def train() -> None:
-        total = torch.zeros(())
-        for images, labels in itertools.islice(batches, PIECE):
+    def train_one_piece() -> None:
+        total_loss = torch.zeros(())
+        for images, labels in itertools.islice(batches, STEPS_OF_PIECE):
             loss = functional.cross_entropy(model(images), labels)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
             optimizer.step()
             schedule.step()
-            total += loss.detach()
-        dist.all_reduce(total)
+            total_loss += loss.detach()
+        dist.all_reduce(total_loss)
 
-    return train
+    return train_one_piece
 
 
-def time_trainer(script: str, width: int, layers: int, num_pieces: int) -> dict[str, dict[str, list[float]]]:
-    """{clock: {"script": seconds of each piece, "by hand": seconds of each piece}} of this rank.
+def use_larger_model(trainer: Any, size: ModelSize) -> None:
+    """Replace the script's function ``build_model`` by one that builds a model of this size."""
+    from torch import nn
 
-    The script's ``train`` runs as it is. At every PIECE-th call of its ``take_step`` its clock stops, and the loop by
-    hand has its turn. So both have the same process, the same ranks and the same minute.
+    def build_model(args: Any) -> nn.Module:
+        first = nn.Sequential(nn.Linear(64, size.width), nn.ReLU())
+        added = [nn.Sequential(nn.Linear(size.width, size.width), nn.ReLU()) for _ in range(size.added_layers)]
+        return nn.Sequential(*first, *added, nn.Linear(size.width, 10))
+
+    trainer.build_model = build_model
+
+
+def time_trainer(script: str, size: ModelSize) -> dict[str, PieceTimes]:
+    """On a rank: train with the script and by hand, in turns; return {name of a clock: the times of the pieces}.
+
+    Both loops train in this one process, and so in the same minute, which may be a slow one. The script's ``train``
+    runs as it is, but its ``take_step`` is replaced: before each piece of the script, the loop by hand has its turn.
     """
-    import importlib.util
     from unittest import mock
 
     import torch
     import torch.distributed as dist
-    from torch import nn
 
-    spec = importlib.util.spec_from_file_location("trainer", script)
-    assert spec is not None and spec.loader is not None
-    trainer: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(trainer)
-    flags = ["--max-steps", str(PIECE * num_pieces + 1), "--log-every", str(PIECE), "--width", str(width)]
-    flags += ["--val-every", "1000000"]
+    trainer = import_script(script)
+    steps = STEPS_OF_PIECE * size.num_pieces + 1  # in the last one, the time of the last piece is noted
+    flags = ["--max-steps", str(steps), "--log-every", str(STEPS_OF_PIECE), "--width", str(size.width)]
+    flags += ["--val-every", "1000000"]  # never
     with mock.patch("sys.argv", [script, *flags]):
         args = trainer.parse_args()
+    if size.added_layers > 0:
+        use_larger_model(trainer, size)
 
-    def build_model(args: Any) -> nn.Module:
-        hidden = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers)]
-        return nn.Sequential(nn.Linear(64, width), nn.ReLU(), *hidden, nn.Linear(width, 10))
-
-    if layers > 0:
-        trainer.build_model = build_model
-    by_hand = loop_by_hand(trainer, args)
-    by_hand()
-    own_step = trainer.take_step
-    seconds: dict[str, dict[str, list[float]]] = {clock: {"script": [], "by hand": []} for clock in CLOCKS}
-    begin: dict[str, float] = {}
+    train_one_piece_by_hand = loop_by_hand(trainer, args)
+    train_one_piece_by_hand()  # to warm up
+    times = {clock: PieceTimes() for clock in CLOCKS}
+    script_began: dict[str, float] = {}  # what each clock showed when the piece of the script began that now runs
+    own_take_step = trainer.take_step
 
     def take_step(training: Any, micro_batches: list, step: int, args: Any) -> Any:
-        if step % PIECE == 1:
-            if begin:
-                for name, clock in CLOCKS.items():
-                    seconds[name]["script"].append(clock() - begin[name])
+        is_first_of_piece = step % STEPS_OF_PIECE == 1
+        if is_first_of_piece:
+            if script_began:
+                for clock, seconds in seconds_since(script_began).items():
+                    times[clock].script.append(seconds)
             dist.barrier()
-            starts = {name: clock() for name, clock in CLOCKS.items()}
-            by_hand()
-            for name, clock in CLOCKS.items():
-                seconds[name]["by hand"].append(clock() - starts[name])
+            began_by_hand = read_clocks()
+            train_one_piece_by_hand()
+            for clock, seconds in seconds_since(began_by_hand).items():
+                times[clock].by_hand.append(seconds)
             dist.barrier()
-            begin.update({name: clock() for name, clock in CLOCKS.items()})
-        return own_step(training, micro_batches, step, args)
+            script_began.update(read_clocks())
+        return own_take_step(training, micro_batches, step, args)
 
     trainer.take_step = take_step
     torch.set_num_threads(1)
     with contextlib.redirect_stdout(None):
         trainer.train(args, torch.device("cpu"))
-    return seconds
+    return times
+
+
+def sum_over_ranks(times_of_ranks: Sequence[PieceTimes]) -> PieceTimes:
+    """The times of all ranks together: the first piece's time on each rank added up, the second piece's, and so on."""
+    script = [times.script for times in times_of_ranks]
+    by_hand = [times.by_hand for times in times_of_ranks]
+    return PieceTimes(
+        script=[sum(piece) for piece in zip(*script, strict=True)],
+        by_hand=[sum(piece) for piece in zip(*by_hand, strict=True)],
+    )
+
+
+def trainer_row(size: ModelSize, times_of_ranks: Sequence[dict[str, PieceTimes]]) -> dict[str, str]:
+    """The table's row of a model, {column: text}. ``times_of_ranks`` has what ``time_trainer`` returned on each rank.
+
+    By the clock of the processor, the time is that of all ranks together.
+    """
+    row = {"Model": size.name}
+    for clock in CLOCKS:
+        times = sum_over_ranks([times_of_rank[clock] for times_of_rank in times_of_ranks])
+        # The last piece by hand has no partner, because the script ends before its next piece.
+        pairs = zip(times.by_hand, times.script, strict=False)
+        ratios = [by_hand / script for by_hand, script in pairs]
+        seconds_by_hand = statistics.median(times.by_hand) / STEPS_OF_PIECE / len(times_of_ranks)
+        row[f"Speed, {clock} time"] = f"{statistics.median(ratios):.3f}"
+        row[f"ms a step by hand, {clock}"] = f"{seconds_by_hand * 1000:.1f}"
+    row["Pieces"] = f"{size.num_pieces} of {STEPS_OF_PIECE} steps"
+    return row
 
 
 def trainer_table() -> list[dict[str, str]]:
@@ -392,19 +491,9 @@ def trainer_table() -> list[dict[str, str]]:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         [script] = chapters.export("11", Path(folder))
-        for name, (width, layers, num_pieces) in SIZES.items():
-            of_ranks = launch(time_trainer, str(script), width, layers, num_pieces, nproc=2, timeout=3600)
-            row = {"Model": name}
-            for clock in CLOCKS:
-                loops = {}
-                for loop in ("script", "by hand"):
-                    pieces = [seconds[clock][loop] for seconds in of_ranks]
-                    loops[loop] = [sum(both) for both in zip(*pieces, strict=True)]
-                pairs = zip(loops["by hand"], loops["script"], strict=False)  # the last piece by hand has no partner
-                ratio = statistics.median(by_hand / own for by_hand, own in pairs)
-                row[f"Speed, {clock} time"] = f"{ratio:.3f}"
-                row[f"ms a step by hand, {clock}"] = f"{statistics.median(loops['by hand']) / PIECE / 2 * 1000:.1f}"
-            rows.append({**row, "Pieces": f"{num_pieces} of {PIECE} steps"})
+        for size in MODEL_SIZES:
+            times_of_ranks = launch(time_trainer, str(script), size, nproc=2, timeout=3600)
+            rows.append(trainer_row(size, times_of_ranks))
     return rows
 
 
@@ -437,7 +526,7 @@ def measure() -> Seconds:
 
 
 def table(seconds: Seconds) -> list[dict[str, str]]:
-    """The table of the measurements as rows, {column: text}: first the first calls of all ways, then the later calls.
+    """Make the table of the measurements; return its rows, {column: text}: the first calls, and below the later calls.
 
     ``seconds`` has the measurements of each row, such as ``{"first call: torchrun": [4.1, 4.3, 4.0], …}``. A row of the
     table has their median, their spread, and the ratio of the median to that of ``launch`` in the same kind of call.
@@ -471,6 +560,7 @@ def machine() -> list[dict[str, str]]:
     """
     cpu = platform.machine()  # such as x86_64
     if sys.platform == "linux":
+        # A line such as "model name      : AMD EPYC 7763 64-Core Processor".
         model = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         if model is not None:
             cpu = model[1]
@@ -490,16 +580,21 @@ def machine() -> list[dict[str, str]]:
 
 def show(rows: list[dict[str, str]]) -> None:
     """Print rows as a table."""
-    columns = list(rows[0])
-    cells = [list(row.values()) for row in rows]
-    for line in aligned([columns, *cells], left=range(len(columns))):
+    column_names = list(rows[0])
+    texts = [column_names]
+    for row in rows:
+        texts.append(list(row.values()))
+    all_columns = range(len(column_names))
+    for line in aligned(texts, left=all_columns):
         print(line)
 
 
 def write(rows: list[dict[str, str]], name: str) -> None:
-    """Write rows to a file that book/bench.md shows."""
-    with (RECORDED / f"bench_{name}.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+    """Write rows to bench_NAME.csv, a table that book/bench.md shows."""
+    path = RECORDED / f"bench_{name}.csv"
+    column_names = list(rows[0])
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, column_names, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
 
@@ -515,8 +610,10 @@ def main() -> None:
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)  # users have no use for it
     args = parser.parse_args()
     if args.way:
+        measure_way = WAYS[args.way]
+        seconds = measure_way()
         # What a library printed may not end with a line break, and the JSON has to be the last line.
-        print("\n" + json.dumps(WAYS[args.way]()))
+        print("\n" + json.dumps(seconds))
         return
     if args.trainer:
         show(trainer_table())

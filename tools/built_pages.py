@@ -11,10 +11,11 @@ from bs4 import BeautifulSoup, Tag
 
 ROOT = Path(__file__).parents[1]
 INTRO = "book/intro"
-# What has no use without a browser: links beside headings, the note for JupyterLab, the frames of a figure that are not
-# shown, the hints how to make the PDF and the EPUB, and what lets figures move.
+# A selector of the elements that have no use without a browser: the links beside headings, the note for JupyterLab, the
+# frames of a figure that are not shown, the hints how to make the PDF and the EPUB, and the scripts that move figures.
 ON_SCREEN_ONLY = "a.headerlink, .wso-note, .wso-view:not(.wso-on), p.pdf, p.epub, figure.wso script"
-# What the text calls a cell whose code a reader has to open in a browser. In a PDF and in an EPUB it is open.
+# The text calls a cell "folded" or "closed" if a reader has to open it in a browser. In a PDF and in an EPUB all cells
+# are open, so "the closed cell below" becomes "the cell below". This matches the word and the space after it.
 FOLDED_CELL = re.compile(r"\b(?:folded|closed)(?=\s+cell\b)\s+")
 
 
@@ -27,16 +28,18 @@ class Part:
 
 
 def table_of_contents() -> list[Part]:
-    """The parts in the order of _toc.yml."""
+    """The parts of the book in the order of _toc.yml. The first one has no caption, and only the first page."""
     toc = yaml.safe_load((ROOT / "_toc.yml").read_text(encoding="utf-8"))
-    parts = [Part("", [toc["root"]])]
-    for part in toc["parts"]:
-        parts.append(Part(part.get("caption", ""), [chapter["file"] for chapter in part["chapters"]]))
+    first_page = toc["root"]
+    parts = [Part(caption="", pages=[first_page])]
+    for entry in toc["parts"]:
+        pages = [chapter["file"] for chapter in entry["chapters"]]
+        parts.append(Part(caption=entry.get("caption", ""), pages=pages))
     return parts
 
 
 def is_chapter(page: str) -> bool:
-    """Whether a page is a numbered chapter, or one of those beside it: ``notebooks/04_ddp``."""
+    """Whether a page is a chapter, such as ``notebooks/04_ddp`` or ``notebooks/04b_ddp_in_real_projects``."""
     return re.match(r"notebooks/\d\d_", page) is not None
 
 
@@ -47,12 +50,12 @@ def book_settings() -> dict[str, Any]:
 
 
 def parsed(text: str) -> BeautifulSoup:
-    """A page's HTML as a tree of elements. Spaces that indent code stay, also in lines that are ``<code>`` alone."""
+    """A page's HTML as a tree of elements. In ``<pre>`` and ``<code>`` all spaces stay, because they indent code."""
     return BeautifulSoup(text, "html.parser", preserve_whitespace_tags={"code", "pre"})
 
 
 def element(tag: Tag, selector: str) -> Tag:
-    """The first element that a selector finds; ValueError where the theme has changed and there is none."""
+    """The first element inside ``tag`` that a selector finds. Raises ValueError if there is none."""
     match = tag.select_one(selector)
     if match is None:
         raise ValueError(f"A built page has no element {selector}: has the theme changed?")
@@ -65,7 +68,7 @@ def title_of(article: Tag) -> str:
 
 
 def sections_of(article: Tag) -> list[tuple[str, str]]:
-    """The sections of a page, (id, heading) of each heading of the second level."""
+    """The sections of a page: (its id, its heading) for each heading of the second level."""
     sections = []
     for section in article.select("section > section:has(> h2)"):
         sections.append((str(section["id"]), element(section, "h2").get_text()))
@@ -100,7 +103,9 @@ def replace_controls(controls: Tag) -> None:
 def open_box(box: Tag, document: BeautifulSoup) -> None:
     """Make a closed box an open one, with its title as a line above it."""
     summary = element(box, "summary")
-    title = summary.select_one(".sd-summary-text") or summary  # sphinx-design's has an icon beside the text
+    title = summary.select_one(".sd-summary-text")  # in a box of sphinx-design, which has an icon beside the text
+    if title is None:
+        title = summary
     line = document.new_tag("p", attrs={"class": "folded"})
     line.string = title.get_text()
     summary.replace_with(line)
@@ -112,16 +117,19 @@ def open_box(box: Tag, document: BeautifulSoup) -> None:
 
 
 def address_in_book(html: Path, page: str, address: str) -> str:
-    """A relative address on a page, as an address relative to the folder of the HTML."""
+    """Where a link on a page leads: ``../notebooks/a.html#b`` on ``book/intro`` leads to ``notebooks/a.html``.
+
+    ``html`` is the folder of the built book, from which the returned address counts.
+    """
     target = ((html / page).parent / unquote(urlsplit(address).path)).resolve()
     return target.relative_to(html.resolve()).as_posix()
 
 
 def link_from_intro(html: Path, name: str, link: str) -> None:
-    """Replace the paragraph of the intro that says how to make a file by a link to it.
+    """Replace the paragraph of the intro that says how to make a file, the PDF or the EPUB, by a link to the file.
 
-    ``html`` is the folder of the built book. The paragraph's class is the suffix of the file's ``name``: pdf or epub.
-    ``link`` is its new content.
+    ``html`` is the folder of the built book. ``name`` is the file's name, by whose suffix the paragraph is found: its
+    class is pdf or epub. ``link`` is the paragraph's new content. Exits with a message if there is no such paragraph.
     """
     intro = html / f"{INTRO}.html"
     kind = Path(name).suffix.removeprefix(".")

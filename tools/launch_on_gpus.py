@@ -81,8 +81,16 @@ def free_bytes() -> list[int]:
     return [torch.cuda.mem_get_info(gpu)[0] for gpu in range(torch.cuda.device_count())]
 
 
+def device_of(tensor: torch.Tensor) -> str:
+    """In a rank: the device on which a tensor of the caller has arrived, such as "cuda:0"."""
+    return str(tensor.device)
+
+
 def message_of_failure(fn: Callable[[], None], nproc: int, timeout: float = 120) -> str:
-    """Launch a function on GPUs; return the message of the RankError. AssertionError if the launch does not fail."""
+    """Launch a function that has to fail, with NCCL; return the message of the RankError.
+
+    Raises AssertionError if the launch does not fail.
+    """
     try:
         launch(fn, nproc=nproc, timeout=timeout, backend="nccl")
     except RankError as error:
@@ -127,20 +135,21 @@ def check_kill(gpus: int) -> str:
     message = message_of_failure(be_killed, nproc=gpus)
     assert message.startswith(f"rank {gpus - 1} died"), message
     [free_after] = launch(free_bytes, nproc=1, backend="nccl")
-    lost = max(before - after for before, after in zip(free_before, free_after, strict=True))
-    assert lost < SLACK, f"{lost} bytes of a GPU are not free again"
+    for before, after in zip(free_before, free_after, strict=True):
+        lost = before - after
+        assert lost < SLACK, f"{lost} bytes of a GPU are not free again"
     return f"{message}; no process is left on a GPU"
 
 
 def check_caller_that_has_used_cuda(gpus: int) -> str:
     """Ranks start, and get a tensor of the caller's GPU, although the caller has used CUDA.
 
-    From then on no fork of this process can use CUDA, so ranks that were forked from it could not.
+    A fork of a process that has used CUDA cannot use CUDA itself. So ranks that were forks of the caller would fail.
     """
-    on_gpu = torch.ones(1, device="cuda")
+    tensor_of_caller = torch.ones(1, device="cuda")
     launch(use_gpu_and_nccl, nproc=gpus, backend="nccl")
-    [arrived_on] = launch(lambda tensor: str(tensor.device), on_gpu, nproc=1, backend="nccl")
-    assert arrived_on == "cuda:0"
+    [device_in_rank] = launch(device_of, tensor_of_caller, nproc=1, backend="nccl")
+    assert device_in_rank == "cuda:0"
     return "ranks start although this process has used CUDA, and a tensor of cuda:0 arrives on cuda:0"
 
 

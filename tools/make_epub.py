@@ -38,15 +38,23 @@ COVER = "_static/card.png"
 STYLE = "style.css"
 NAVIGATION = "contents.xhtml"
 LANGUAGE = "en"
-# What keeps its attributes. Other elements keep those of ATTRIBUTES; the rest is for scripts and for the theme.
+# A selector of the elements that keep all their attributes. The others keep only those of ATTRIBUTES, because their
+# other attributes are for scripts and for the theme.
 DRAWINGS_AND_FORMULAS = "svg, svg *, math, math *"
 ATTRIBUTES = {"alt", "aria-label", "class", "colspan", "href", "id", "role", "rowspan", "src", "start", "title"}
-# HTML knows these names of SVG in any case, and BeautifulSoup writes them in small letters. In XML they have capitals.
+# Names of SVG's elements and attributes. BeautifulSoup writes them in small letters, which are right in HTML. In XML,
+# and so in an EPUB, an e-reader knows them only with their capitals.
 NAMES_WITH_CAPITALS = {
-    name.lower(): name
-    for name in ("clipPath", "clipPathUnits", "linearGradient", "patternUnits", "preserveAspectRatio", "viewBox")
+    "clippath": "clipPath",
+    "clippathunits": "clipPathUnits",
+    "lineargradient": "linearGradient",
+    "patternunits": "patternUnits",
+    "preserveaspectratio": "preserveAspectRatio",
+    "viewbox": "viewBox",
 }
-PLAIN_CODE = re.compile(r'<span class="[npw]">([^<]*)</span>')  # names, punctuation and spaces, which have no color
+# A piece of code that has no color, because it is a name (n), punctuation (p) or white space (w), as in
+# <span class="n">loss</span>. It is written without the span.
+PLAIN_CODE = re.compile(r'<span class="[npw]">([^<]*)</span>')
 MEDIA_TYPES = {".css": "text/css", ".png": "image/png", ".svg": "image/svg+xml", ".xhtml": "application/xhtml+xml"}
 
 CONTAINER = """<?xml version="1.0" encoding="utf-8"?>
@@ -84,27 +92,36 @@ def article_of(page: str, html: Path, pages: list[str]) -> Tag:
 
 
 def replace_hero(hero: Tag, document: BeautifulSoup) -> None:
-    """Replace the first page's animation by its picture, and by the code and the output of each of its mistakes."""
-    places = [label.get_text() for label in hero.select('[name="hero-place"] + span')]
-    picture = document.new_tag("img", attrs={"src": f"../{COVER}", "alt": str(ogp_alt())})
+    """Replace the first page's animation by its picture, and by the code and the output of each of its mistakes.
+
+    In the animation, a reader chooses the place in the code at which rank 0 alone calls a collective. Each place has a
+    panel with a sentence about what happens, the lines of the code, and what the ranks print.
+    """
+    picture = document.new_tag("img", attrs={"src": f"../{COVER}", "alt": alt_of_cover()})
     parts = [picture]
-    for number, place in enumerate(places):
+    for number, label in enumerate(hero.select('[name="hero-place"] + span')):
+        place = label.get_text()
         panel = element(hero, f"#hero-{number}-0")  # 0: of rank 0 alone, so with the mistake
-        says = element(panel, ".hero-says").get_text()
-        lines = [line.get_text() for line in panel.select(".hero-line") if line.select_one(".hero-ended") is None]
-        parts.append(document.new_tag("p", string=f"Rank 0 alone adds up the loss {place}. {says}"))
+        sentence = element(panel, ".hero-says").get_text()
+        output = element(panel, ".hero-output").get_text()
+        lines = []
+        for line in panel.select(".hero-line"):
+            is_code = line.select_one(".hero-ended") is None
+            if is_code:
+                lines.append(line.get_text())
+        parts.append(document.new_tag("p", string=f"Rank 0 alone adds up the loss {place}. {sentence}"))
         parts.append(document.new_tag("pre", string="\n".join(lines)))
-        parts.append(document.new_tag("pre", string=element(panel, ".hero-output").get_text()))
+        parts.append(document.new_tag("pre", string=output))
     hero.replace_with(*parts)
 
 
-def ogp_alt() -> str:
+def alt_of_cover() -> str:
     """What the picture of the book's first page shows, in words."""
     return str(book_settings()["sphinx"]["config"]["ogp_image_alt"])
 
 
 def replace_planner(form: Tag, document: BeautifulSoup) -> None:
-    """Replace the planner's form, whose answer to its first values follows it on the page."""
+    """Replace the planner's form by a sentence. The page's answer to the form's first values, below it, stays."""
     sentence = (
         "The form computes in a browser, so it is not here. This is its answer to the values with which it opens."
     )
@@ -114,13 +131,15 @@ def replace_planner(form: Tag, document: BeautifulSoup) -> None:
 def lead_inside(link: Tag, html: Path, page: str, pages: list[str]) -> None:
     """Make a link to a page of the book lead to that page's XHTML.
 
-    A link to the web stays as it is. A link to any other file, such as a download, becomes plain text, because the EPUB
-    does not contain it.
+    ``html``, ``page`` and ``pages`` are those of ``article_of``. A link to the web stays as it is, and so does one to
+    a section of the same page. A link to any other file, such as a download, becomes plain text, because the EPUB does
+    not contain it.
     """
     address = str(link["href"])  # such as "../book/cluster.html#a-section"
     file, hash_sign, anchor = address.partition("#")
     is_on_the_web = urlsplit(address).scheme != ""
-    if is_on_the_web or not file:
+    is_on_this_page = file == ""
+    if is_on_the_web or is_on_this_page:
         return
     if address_in_book(html, page, file).removesuffix(".html") in pages:
         link["href"] = file.removesuffix(".html") + ".xhtml" + hash_sign + anchor
@@ -130,23 +149,34 @@ def lead_inside(link: Tag, html: Path, page: str, pages: list[str]) -> None:
 
 def keep_attributes_of_xhtml(content: Tag) -> None:
     """Give the elements of a page the names and the attributes that they have in XHTML."""
-    drawn = {id(tag) for tag in content.select(DRAWINGS_AND_FORMULAS)}
-    for tag in content(True):
-        if id(tag) not in drawn:
+    # An element is known by its id(), because two elements with the same content are equal.
+    ids_of_drawn = {id(tag) for tag in content.select(DRAWINGS_AND_FORMULAS)}
+    every_element = content(True)
+    for tag in every_element:
+        if id(tag) in ids_of_drawn:
+            write_as_xml(tag)
+        else:
             tag.attrs = {name: value for name, value in tag.attrs.items() if name in ATTRIBUTES}
-            continue
-        tag.name = NAMES_WITH_CAPITALS.get(tag.name, tag.name)
-        tag.attrs = {NAMES_WITH_CAPITALS.get(name, name): value for name, value in tag.attrs.items()}
-        if tag.name == "svg":
-            width = tag["width"]
-            tag.attrs |= {"xmlns": "http://www.w3.org/2000/svg", "xmlns:xlink": "http://www.w3.org/1999/xlink"}
-            tag["style"] = f"max-width:{width}px"
-        elif "href" in tag.attrs:  # of use and image; readers of EPUB know the older name alone
-            tag["xlink:href"] = str(tag.attrs.pop("href")).replace(" ", "")
+
+
+def write_as_xml(tag: Tag) -> None:
+    """Give an element of a drawing or of a formula the names that it has in XML."""
+    tag.name = NAMES_WITH_CAPITALS.get(tag.name, tag.name)
+    tag.attrs = {NAMES_WITH_CAPITALS.get(name, name): value for name, value in tag.attrs.items()}
+    if tag.name == "svg":
+        width = tag["width"]
+        tag.attrs |= {"xmlns": "http://www.w3.org/2000/svg", "xmlns:xlink": "http://www.w3.org/1999/xlink"}
+        tag["style"] = f"max-width:{width}px"
+    elif "href" in tag.attrs:
+        # Of <use> and <image>. E-readers know only the attribute's older name, xlink:href.
+        tag["xlink:href"] = str(tag.attrs.pop("href")).replace(" ", "")
 
 
 def xhtml(title: str, body: str, depth: int) -> str:
-    """A complete XHTML document. ``depth`` is the number of folders in which it is."""
+    """A complete XHTML document with this title and this content of its <body>.
+
+    ``depth`` is the number of folders in which the document is: 1 for book/glossary.xhtml.
+    """
     style = "../" * depth + STYLE
     return (
         '<?xml version="1.0" encoding="utf-8"?>\n<!DOCTYPE html>\n'
@@ -160,19 +190,17 @@ def xhtml(title: str, body: str, depth: int) -> str:
 
 
 def files_of_book(html: Path) -> dict[str, bytes]:
-    """The files of the EPUB's folder, {path: content}, in reading order. ``html`` is the folder of the built book."""
+    """Make the files of the EPUB; return {path in the EPUB: content}, in reading order.
+
+    ``html`` is the folder of the built book.
+    """
     parts = table_of_contents()
     pages = [page for part in parts for page in part.pages]
     articles = {page: article_of(page, html, pages) for page in pages}
-    config = book_settings()
-    title = config["title"]
-    cover = (
-        f'<section class="cover" epub:type="cover"><h1>{escape(title)}</h1><p>Distributed training with PyTorch, in a '
-        f'book whose code runs in its tests</p><p><img src="{COVER}" alt="{escape(ogp_alt())}"/></p>'
-        f"<p>{escape(config['author'])}, {config['copyright']}</p></section>"
-    )
-    contents = f'<nav epub:type="toc" id="toc"><h1>Contents</h1><ol>{"".join(entries(parts, articles))}</ol></nav>'
-    texts = {"cover.xhtml": xhtml(title, cover, depth=0), NAVIGATION: xhtml("Contents", contents, depth=0)}
+    texts = {
+        "cover.xhtml": xhtml(book_settings()["title"], cover(), depth=0),
+        NAVIGATION: xhtml("Contents", contents(parts, articles), depth=0),
+    }
     for page, article in articles.items():
         texts[f"{page}.xhtml"] = xhtml(title_of(article), article.decode(), depth=page.count("/"))
     texts[STYLE] = style_sheet()
@@ -184,6 +212,22 @@ def files_of_book(html: Path) -> dict[str, bytes]:
             name = address_in_book(html, page, str(image["src"]))
             files[name] = (html / name).read_bytes()
     return files
+
+
+def cover() -> str:
+    """The first page of the EPUB, with the book's title and picture, as XHTML."""
+    config = book_settings()
+    return (
+        f'<section class="cover" epub:type="cover"><h1>{escape(config["title"])}</h1><p>Distributed training with '
+        f'PyTorch, in a book whose code runs in its tests</p><p><img src="{COVER}" alt="{escape(alt_of_cover())}"/></p>'
+        f"<p>{escape(config['author'])}, {config['copyright']}</p></section>"
+    )
+
+
+def contents(parts: list[Part], articles: Mapping[str, Tag]) -> str:
+    """The table of contents as XHTML, which an e-reader shows as a menu, too. ``articles`` is {page: its content}."""
+    items = "".join(entries(parts, articles))
+    return f'<nav epub:type="toc" id="toc"><h1>Contents</h1><ol>{items}</ol></nav>'
 
 
 def entries(parts: list[Part], articles: Mapping[str, Tag]) -> Iterator[str]:
@@ -204,33 +248,26 @@ def entries(parts: list[Part], articles: Mapping[str, Tag]) -> Iterator[str]:
 
 
 def style_sheet() -> str:
-    """The style of all pages, with the colors of code."""
-    colors = HtmlFormatter(style="default").get_style_defs(".highlight")
-    return Path(__file__).with_suffix(".css").read_text(encoding="utf-8") + colors + "\n"
+    """The style sheet of all pages: make_epub.css, and Pygments' colors of code."""
+    own_rules = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
+    colors_of_code = HtmlFormatter(style="default").get_style_defs(".highlight")
+    return f"{own_rules}{colors_of_code}\n"
 
 
 def package(files: Mapping[str, bytes], now: datetime) -> str:
     """The EPUB's description of itself, book.opf: what it is, its files, and the order in which they are read."""
     config = book_settings()
-    items = []
-    order = []
+    items = ""
+    reading_order = ""
     for number, (name, content) in enumerate(files.items()):
         suffix = Path(name).suffix
-        properties = []
-        if name == COVER:
-            properties.append("cover-image")
-        if name == NAVIGATION:
-            properties.append("nav")
-        if suffix == ".xhtml":
-            order.append(f'<itemref idref="file-{number}"/>')
-            if b"<svg" in content:
-                properties.append("svg")
-            if b"<math" in content:
-                properties.append("mathml")
         attribute = ""
+        properties = properties_of(name, content)
         if properties:
             attribute = f' properties="{" ".join(properties)}"'
-        items.append(f'<item id="file-{number}" href="{name}" media-type="{MEDIA_TYPES[suffix]}"{attribute}/>')
+        items += f'<item id="file-{number}" href="{name}" media-type="{MEDIA_TYPES[suffix]}"{attribute}/>'
+        if suffix == ".xhtml":
+            reading_order += f'<itemref idref="file-{number}"/>'
     identifier = uuid.uuid5(uuid.NAMESPACE_URL, config["title"])  # the same for each edition of the book
     return (
         '<?xml version="1.0" encoding="utf-8"?>\n'
@@ -239,8 +276,23 @@ def package(files: Mapping[str, bytes], now: datetime) -> str:
         f"</dc:identifier><dc:title>{escape(config['title'])}</dc:title><dc:creator>{escape(config['author'])}"
         f"</dc:creator><dc:language>{LANGUAGE}</dc:language><dc:date>{config['copyright']}</dc:date>"
         f'<meta property="dcterms:modified">{now:%Y-%m-%dT%H:%M:%SZ}</meta></metadata>\n'
-        f"<manifest>{''.join(items)}</manifest>\n<spine>{''.join(order)}</spine>\n</package>\n"
+        f"<manifest>{items}</manifest>\n<spine>{reading_order}</spine>\n</package>\n"
     )
+
+
+def properties_of(name: str, content: bytes) -> list[str]:
+    """What the EPUB's description has to say of a file: whether it is the cover or the contents, and what is in it."""
+    properties = []
+    if name == COVER:
+        properties.append("cover-image")
+    if name == NAVIGATION:
+        properties.append("nav")
+    is_page = name.endswith(".xhtml")
+    if is_page and b"<svg" in content:
+        properties.append("svg")
+    if is_page and b"<math" in content:
+        properties.append("mathml")
+    return properties
 
 
 def write_epub(files: Mapping[str, bytes], out: Path) -> None:
@@ -259,11 +311,12 @@ def main() -> None:
     parser.add_argument("html", type=Path, help="the folder of the built book")
     parser.add_argument("out", type=Path, help="the file to write")
     args = parser.parse_args()
-    write_epub(files_of_book(args.html), args.out)
+    files = files_of_book(args.html)
+    write_epub(files, args.out)
     shutil.copy(args.out, args.html / NAME)
-    megabytes = f"{args.out.stat().st_size / 1e6:.1f} MB"
-    link_from_intro(args.html, NAME, f'<a href="../{NAME}">The whole book as an EPUB</a>, {megabytes}.')
-    print(f"{args.out}: {megabytes}")
+    size = f"{args.out.stat().st_size / 1e6:.1f} MB"
+    link_from_intro(args.html, NAME, f'<a href="../{NAME}">The whole book as an EPUB</a>, {size}.')
+    print(f"{args.out}: {size}")
 
 
 if __name__ == "__main__":

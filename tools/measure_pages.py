@@ -70,10 +70,11 @@ def main() -> None:
             measures = measure_chapters(browser, ROOT / "_build" / "html")
     except Missing as missing:
         sys.exit(str(missing))
-    rows = [["chapter", "screens", *KINDS, "lines"]]
-    for name, of_chapter in measures.items():
-        heights = [f"{of_chapter[column]:.1f}" for column in ("screens", *KINDS)]
-        lines = f"{of_chapter['lines']:.0f}"
+    height_columns = ("screens", *KINDS)
+    rows = [["chapter", *height_columns, "lines"]]
+    for name, measures_of_chapter in measures.items():
+        heights = [f"{measures_of_chapter[column]:.1f}" for column in height_columns]
+        lines = f"{measures_of_chapter['lines']:.0f}"
         rows.append([name, *heights, lines])
     print(*aligned(rows, left=[0]), sep="\n")
 

@@ -14,7 +14,9 @@ import nbformat
 from store_outputs import text_of
 
 ROOT = Path(__file__).parents[1]
+# The name of a chapter, such as 17_expert_parallelism.
 NAME = re.compile(r"(?P<number>\d\d)_(?P<topic>[a-z0-9]+(?:_[a-z0-9]+)*)")
+# The line of a chapter in _toc.yml, such as "      - file: notebooks/04b_ddp_in_real_projects".
 CHAPTER_IN_TOC = re.compile(r" *- file: notebooks/\d\d[a-z]?_\w+$")
 LEFT = """\
 {path} is a copy of the template, and _toc.yml lists it behind the last chapter. What is left to do:
@@ -55,7 +57,10 @@ def checked(text: str, notebooks: Path) -> Name:
 
 
 def copy_of_template(template: Path, name: Name) -> nbformat.NotebookNode:
-    """The template as a chapter: with its title and the names of its files, and without the template's questions."""
+    """Read the template's notebook, and make it the notebook of a chapter; return it.
+
+    It gets the chapter's title and the names of its files, and loses the template's questions.
+    """
     nb = nbformat.read(template, as_version=4)
     for cell in nb.cells:
         if cell.cell_type == "markdown":
@@ -63,7 +68,7 @@ def copy_of_template(template: Path, name: Name) -> nbformat.NotebookNode:
             cell.source = re.sub(r"\btemplate(?=\.(py|ipynb)\b)", str(name), cell.source)
     title = name.topic.replace("_", " ").capitalize()
     nb.cells[0].source = re.sub(r"^# .*", f"# {int(name.number)}. {title}", nb.cells[0].source)
-    # They are the template's. Empty ones fail a test, so that they are not forgotten.
+    # A test fails as long as these are empty, so that the author of the chapter does not forget them.
     nb.metadata.book.question = ""
     nb.metadata.book.searches = {}
     return nb
@@ -85,8 +90,10 @@ def start(text: str, root: Path = ROOT) -> str:
 def add_to_toc(toc: Path, stem: str) -> None:
     """Add the line of a notebook to _toc.yml, behind that of the last chapter, and indented like it."""
     lines = toc.read_text(encoding="utf-8").splitlines(keepends=True)
-    last = max(index for index, line in enumerate(lines) if CHAPTER_IN_TOC.match(line))
-    lines.insert(last + 1, re.sub(r"notebooks/.*", f"notebooks/{stem}", lines[last]))
+    indexes_of_chapters = [index for index, line in enumerate(lines) if CHAPTER_IN_TOC.match(line)]
+    last = indexes_of_chapters[-1]
+    new_line = re.sub(r"notebooks/.*", f"notebooks/{stem}", lines[last])
+    lines.insert(last + 1, new_line)
     toc.write_text("".join(lines), encoding="utf-8")
 
 

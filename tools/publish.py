@@ -38,7 +38,8 @@ def build_wheel(folder: Path) -> Path:
     """Build the wheel of the helpers in ``folder``, in place of an older one, and return its path."""
     shutil.rmtree(folder, ignore_errors=True)
     with tempfile.TemporaryDirectory() as name:
-        # A copy, because setuptools leaves its folder build/ beside the sources, and takes old files out of it later.
+        # The wheel is built from a copy of the sources: setuptools leaves its folder build/ beside them, and the next
+        # wheel would contain old files from there.
         sources = Path(name)
         for part in ("helpers", "notebooks"):
             shutil.copytree(ROOT / part, sources / part, ignore=shutil.ignore_patterns("__pycache__"))
@@ -46,11 +47,12 @@ def build_wheel(folder: Path) -> Path:
             shutil.copy(ROOT / file, sources)
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps"]
         subprocess.run([*pip, "--wheel-dir", folder, sources], check=True)
-    return next(folder.glob("*.whl"))
+    [wheel] = folder.glob("*.whl")
+    return wheel
 
 
 def with_first_cell(notebook: Path, wheel: str) -> str:
-    """The text of a notebook that begins with the cell which installs the helpers from the address ``wheel``."""
+    """The text of a notebook's file, with FIRST_CELL before its cells. ``wheel`` is the address of the wheel."""
     nb = nbformat.read(notebook, as_version=4)
     cell = nbformat.v4.new_code_cell(FIRST_CELL.format(wheel=wheel).rstrip(), id="install-helpers")
     nb.cells.insert(0, cell)
@@ -58,12 +60,14 @@ def with_first_cell(notebook: Path, wheel: str) -> str:
 
 
 def main(repository: str) -> int:
-    """Publish the built book of the repository at this address, and say where the parts are."""
+    """Prepare the built book of the repository at this address; say what was added, and return the exit status 0."""
     address = address_of_book(repository)
     wheel = build_wheel(HTML / "wheels")
+    address_of_wheel = f"{address}wheels/{wheel.name}"
+    # The built book has a copy of each notebook, to which the download button of its page leads.
     copies = sorted((HTML / "_sources" / "notebooks").glob("*.ipynb"))
-    for copy in copies:  # the download button of a page leads to its copy
-        text = with_first_cell(ROOT / "notebooks" / copy.name, f"{address}wheels/{wheel.name}")
+    for copy in copies:
+        text = with_first_cell(ROOT / "notebooks" / copy.name, address_of_wheel)
         copy.write_text(text, encoding="utf-8")
     print(f"For {address}: {wheel.relative_to(ROOT)}, and {len(copies)} notebooks that install it where it is missing.")
     return 0

@@ -24,12 +24,14 @@ from helpers.verify.compare import numbers
 TOLERANCE = 0.002  # as in tests/support/scripting.py
 TIMEOUT = 900  # seconds for one run: 16 ranks of a rehearsal may share two cores
 PASSED = "passed"
+WIDTH_OF_NAME = 28  # of the first column of what is printed
+WIDTH_OF_SECONDS = 8  # of the second column
 # The words between `python` and a script that start it on two ranks of this machine, as torchrun does.
 ON_TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
 class Failed(Exception):
-    """A script did not pass: why, and what it printed."""
+    """A script did not pass. The message says why, and what the script printed."""
 
 
 def result(folder: Path, *arguments: object) -> dict[str, float]:
@@ -65,9 +67,10 @@ def try_script(script: Path, facts: Script) -> None:
         raise Failed("\n".join(problems))
 
     quick_flags = facts.quick_flags.split()
-    on_one_rank = full_result
     if quick_flags:
         on_one_rank = result(script.parent, script, *quick_flags)
+    else:
+        on_one_rank = full_result
     on_two_ranks = result(script.parent, *ON_TWO_RANKS, script, *quick_flags)
     # The world size is the one number that has to differ.
     world_sizes = (on_one_rank.pop("world_size"), on_two_ranks.pop("world_size"))
@@ -107,14 +110,16 @@ def main(names: list[str]) -> int:
     if not notebooks:
         notebooks = chapters.chapters()
     passed = 0
-    print(f"{'PyTorch ' + version:28}{'seconds':>8}", flush=True)
+    title = f"PyTorch {version}"
+    print(f"{title:{WIDTH_OF_NAME}}{'seconds':>{WIDTH_OF_SECONDS}}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for notebook in notebooks:
             start = time.monotonic()
             outcome = outcome_of(notebook, version, Path(folder, notebook.stem))
             if outcome == PASSED:
                 passed += 1
-            print(f"{notebook.stem:28}{time.monotonic() - start:8.0f}  {outcome}", flush=True)
+            seconds = time.monotonic() - start
+            print(f"{notebook.stem:{WIDTH_OF_NAME}}{seconds:{WIDTH_OF_SECONDS}.0f}  {outcome}", flush=True)
 
     print(f"{passed} of {len(notebooks)} scripts passed: recorded in notebooks/{FILE_NAME}")
     return 0 if passed == len(notebooks) else 1

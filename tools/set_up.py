@@ -46,14 +46,14 @@ class Build:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The PyTorch versions that may be taken: one that was asked for by name, or a range of tested ones."""
+    """The PyTorch versions that may be taken: one that the user asked for by name, or else a range of tested ones."""
 
-    exact: str | None
-    lowest: tuple[int, ...]
-    below: tuple[int, ...]
+    exact: str | None  # the version that the user asked for
+    lowest: tuple[int, ...]  # the first version of the range
+    below: tuple[int, ...]  # the first version after the range
 
     def allows(self, version: str) -> bool:
-        """Whether a version may be taken. Who asks for 2.15.0 by name also gets its CPU build, 2.15.0+cpu."""
+        """Whether a version may be taken. If the user asked for 2.15.0, its CPU build 2.15.0+cpu may be taken, too."""
         if self.exact is not None:
             return self.exact in (version, public_version(version))
         return self.lowest <= numbers(version) < self.below
@@ -83,7 +83,10 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def wanted_torch(requirements: str, exact: str | None = None) -> Wanted:
-    """The versions that requirements.txt allows, in its line ``torch>=2.13,<2.16``; or only ``exact``."""
+    """The versions that may be taken: only ``exact`` if it is given, or else those that requirements.txt allows.
+
+    ``requirements`` is the text of that file, in which they are in the line ``torch>=2.13,<2.16``.
+    """
     match = re.search(r"^torch>=([\d.]+),<([\d.]+)$", requirements, re.MULTILINE)
     if match is None:
         raise SetUpError("requirements.txt has no line of the form torch>=2.13,<2.16, which says what was tested.")
@@ -162,7 +165,7 @@ class Environment:
         self.log = folder / "set_up.log"
 
     def create(self) -> None:
-        """Make the environment, anew if what is there cannot be used."""
+        """Make the environment, unless there is one that can be used. One that cannot be used is removed before."""
         if self.folder.exists() and not self.is_usable():
             print(f"{self.folder} is made anew: it is unfinished, or has another Python.", flush=True)
             shutil.rmtree(self.folder)
@@ -177,14 +180,14 @@ class Environment:
 
     def is_usable(self) -> bool:
         """Whether an earlier set-up finished, and its Python starts, has pip, and is of the version that runs this."""
-        command = [str(self.python), "-c", "import platform, pip; print(platform.python_version())"]
         if self.unfinished.exists() or not self.python.exists():
             return False
+        command = [str(self.python), "-c", "import platform, pip; print(platform.python_version())"]
         answer = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         return answer.stdout.strip() == platform.python_version()
 
     def finish(self) -> None:
-        """Say by files that all is installed: `make` looks for ``ready``."""
+        """Note in the environment's folder that all is installed. `make` looks for the file ``ready``."""
         self.unfinished.unlink()
         self.ready.touch()
 
@@ -193,9 +196,13 @@ class Environment:
         return [str(self.python), "-m", "pip", "--disable-pip-version-check", *arguments]
 
     def versions(self, *options: str) -> list[str]:
-        """The versions of torch that pip finds for this Python and system; none if no index answers."""
+        """Ask pip which versions of torch there are for this Python and system; an empty list if no index answers.
+
+        ``options`` are options of pip, such as ``--index-url``.
+        """
         command = self.pip("index", "versions", "torch", *options)
         answer = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        # pip prints the line "Available versions: 2.15.0, 2.14.1, 2.14.0".
         match = re.search(r"^Available versions: (.*)$", answer.stdout, re.MULTILINE)
         if match is None:
             return []
@@ -241,8 +248,11 @@ def ended_within(process: subprocess.Popen, seconds: float) -> bool:
 
 def print_last_line(log: Path) -> None:
     """Print how long the set-up has taken, and what pip does now, such as ``Downloading torch-2.15.0…``."""
-    lines = log.read_text().splitlines() or ["pip starts"]
-    print(f"  {time.monotonic() - STARTED:4.0f} s  {lines[-1].strip()[:LONGEST_LINE]}", flush=True)
+    lines = log.read_text().splitlines()
+    last_line = "pip starts"
+    if lines:
+        last_line = lines[-1].strip()
+    print(f"  {time.monotonic() - STARTED:4.0f} s  {last_line[:LONGEST_LINE]}", flush=True)
 
 
 def gpu_is_here() -> bool:
@@ -276,7 +286,10 @@ def chosen_build(environment: Environment, wanted: Wanted) -> Build:
 
 
 def set_up_git() -> None:
-    """Tell git of the filter that .gitattributes names, if this is a clone: outputs of a reader's run are no change."""
+    """Set up the filter of .gitattributes that hides from git what a reader's runs change in a notebook: its outputs.
+
+    Does nothing if this folder is no clone, or if git is not installed.
+    """
     if (ROOT / ".git").exists() and shutil.which("git"):
         program = f'"{sys.executable}" tools/lab/keep_stored_outputs.py %f'
         subprocess.run(["git", "config", "filter.stored-outputs.clean", program], cwd=ROOT, check=False)

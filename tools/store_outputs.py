@@ -21,8 +21,8 @@ METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
-CELL_METADATA = {"tags", "mystnb", "jupyter"}
-# A cell that is folded on the page is folded in JupyterLab too.
+CELL_METADATA = {"tags", "mystnb", "jupyter"}  # entries of a cell's metadata that are kept
+# {tag of a cell: what JupyterLab folds of it}, because a cell that is folded on the page is folded in JupyterLab too.
 FOLDED = {
     "hide-cell": ["source_hidden", "outputs_hidden"],
     "hide-input": ["source_hidden"],
@@ -63,12 +63,13 @@ def folded_parts(tags: Sequence[str]) -> dict[str, bool]:
 
 
 def without_machine_paths(text: str) -> str:
-    """The text of a traceback with paths that begin at the packages' folder or at the project's, wherever these are.
+    """Shorten the paths in the text of a traceback, so that it is the same on every machine.
 
-    A kernel's cells have a file name with the process's number in it, such as ipykernel_4711, which goes too.
+    A path begins at the folder of the packages, of Python or of the project. The name of a cell's file loses the number
+    of the kernel's process: ipykernel_4711 becomes ipykernel.
     """
     home = str(Path.home())
-    # Folders inside others come first, so that the shortest path remains.
+    # A folder comes before those that it is in, so that as much as possible of a path is left out.
     for folder in [sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), str(NOTEBOOKS.parent), home]:
         text = text.replace(f"{folder}/", "")
         if folder.startswith(f"{home}/"):  # IPython writes ~ for the home folder

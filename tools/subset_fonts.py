@@ -22,12 +22,12 @@ FONTS = Path(__file__).parents[1] / "book" / "_static" / "fonts"
 
 @dataclass(frozen=True)
 class Package:
-    """A family of fonts on npm."""
+    """A package of npm with a family of fonts."""
 
-    name: str
+    name: str  # and version
     family: str
-    licence: str  # a file
-    fonts: dict[str, str]  # {its file: ours}
+    licence: str  # the file with the licence in the package
+    fonts: dict[str, str]  # {a font's file in the package: its file in FONTS}
 
 
 PACKAGES = [
@@ -51,7 +51,8 @@ PACKAGES = [
         },
     ),
 ]
-# A character that pages use and that is not among these fails tests/test_browser.py, page by page.
+# The characters that the fonts keep, as ranges of Unicode numbers. If a page uses another one, tests/test_browser.py
+# fails.
 CHARACTERS = [
     "20-7E,A0,A7,A9,AB,B0-B7,B9,BB-BE,C0-D6,D7,D8-F6,F7,F8-FC",  # Latin
     "391-3A9,3B1-3C9",  # Greek
@@ -112,15 +113,19 @@ def add_nabla(path: Path) -> None:
 
 
 def make_icons() -> None:
-    """Make the theme's icon fonts, Font Awesome's, small: only the icons that fonts.css lists, which pages show."""
-    static = Path(str(files("pydata_sphinx_theme"))) / "theme" / "pydata_sphinx_theme" / "static"
+    """Make the icon fonts, from those of Font Awesome that the theme brings, with only the icons that pages show.
+
+    fonts.css lists these icons.
+    """
+    theme = Path(str(files("pydata_sphinx_theme"))) / "theme" / "pydata_sphinx_theme"
+    fonts_of_theme = theme / "static" / "vendor" / "fontawesome" / "webfonts"
     style_sheet = (FONTS / "fonts.css").read_text(encoding="utf-8")
-    for font, ours in {"fa-solid-900": "Icons-Solid", "fa-brands-400": "Icons-Brands"}.items():
-        # In the style sheet each font has a rule with its file and, after it, the list of its characters.
-        [characters] = re.findall(rf"url\({ours}\.woff2\).*?unicode-range: ([^;]+);", style_sheet, flags=re.S)
+    for name_in_theme, name in {"fa-solid-900": "Icons-Solid", "fa-brands-400": "Icons-Brands"}.items():
+        # In the style sheet each font has a rule with its file and, after it, the list of its characters:
+        # src: url(Icons-Solid.woff2) …; unicode-range: U+F002, U+F00C;
+        [characters] = re.findall(rf"url\({name}\.woff2\).*?unicode-range: ([^;]+);", style_sheet, flags=re.S)
         without_spaces = "".join(characters.split())
-        theirs = static / "vendor" / "fontawesome" / "webfonts" / f"{font}.ttf"
-        subset(theirs, FONTS / f"{ours}.woff2", f"--unicodes={without_spaces}")
+        subset(fonts_of_theme / f"{name_in_theme}.ttf", FONTS / f"{name}.woff2", f"--unicodes={without_spaces}")
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from chromium import Missing, chromium
 
 ROOT = Path(__file__).parents[1]
 PAGE = "book/intro.html"
-# A style sheet that hides all of the page but its title and the moving picture.
+# A style sheet that hides all of the page except its title and the animation.
 ALONE = """
   .bd-article > section > :not(h1, .hero), .bd-sidebar-primary, .bd-sidebar-secondary, .bd-header-article,
   .hero-run, .hero-other, .headerlink { display: none !important; }
@@ -18,7 +18,10 @@ ALONE = """
 
 
 def take(html: Path, file: Path) -> None:
-    """Write the picture, where its ranks have come to their end, to a PNG file of 1200 x 630 pixels."""
+    """Write the picture to a PNG file of 1200 x 630 pixels. ``html`` is the folder of the built book.
+
+    With ``reduced_motion`` the page shows the animation as it is at its end.
+    """
     with chromium() as browser:
         page = browser.new_page(
             viewport={"width": 900, "height": 473},

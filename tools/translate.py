@@ -20,7 +20,8 @@ from built_pages import ROOT, book_settings, table_of_contents
 
 JUPYTER_BOOK = Path(sys.executable).with_name("jupyter-book")
 CATALOGUES = ROOT / "book" / "locale"
-# What a translation may not change: where links lead, code, and the terms of the glossary.
+# What a translation may not change: where links lead, the terms of the glossary, and code. The three lines match
+# "](../book/cluster.md)" of a link, "{term}`ranks <rank>`" or "{term}`rank`", and "`loss.backward()`".
 TARGETS = re.compile(
     r"""\]\((?P<link>[^)]+)\)
       | \{(?P<role>\w+)\}`(?:[^`<]*<)?(?P<target>[^`>]+)>?`
@@ -35,8 +36,14 @@ def catalogue_of(page: str, language: str) -> Path:
 
 
 def targets_of(text: str) -> Counter[tuple[str, ...]]:
-    """How often each link, term and piece of code is in a text. A translation has to have the same."""
-    return Counter(tuple(match.groupdict(default="").values()) for match in TARGETS.finditer(text))
+    """Count how often each link, term and piece of code is in a text. A translation has to have the same counts.
+
+    A key of the counts has the four named groups of TARGETS, such as ``("", "term", "rank", "")``.
+    """
+    counts: Counter[tuple[str, ...]] = Counter()
+    for match in TARGETS.finditer(text):
+        counts[match.groups(default="")] += 1
+    return counts
 
 
 def updated(catalogue: Catalog, template: Catalog) -> Catalog:
@@ -62,12 +69,12 @@ def what_is_left(catalogue: Catalog) -> Iterator[str]:
 
 
 def texts_of(catalogue: Catalog) -> list[Message]:
-    """The texts of a catalogue. Its first entry, without a text, says what the catalogue is."""
+    """The texts of a catalogue, without its first entry, which describes the catalogue itself and has an empty text."""
     return [message for message in catalogue if message.id]
 
 
 def read_catalogue(path: Path, language: str) -> Catalog:
-    """Read a catalogue; an empty one for a page whose translation begins."""
+    """Read the catalogue in a file. If there is no such file, make an empty one, for a page that nobody has begun."""
     if not path.exists():
         authors = book_settings()["author"]
         return Catalog(
@@ -87,16 +94,22 @@ def read_catalogue(path: Path, language: str) -> Catalog:
 
 
 def write_catalogue(catalogue: Catalog, path: Path) -> None:
-    """Write a catalogue without the lines at which the texts stand, which change more often than the texts."""
+    """Write a catalogue to a file.
+
+    It does not say on which lines of the page the texts are, because lines change more often than texts.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         write_po(file, catalogue, width=120, no_location=True)
 
 
-def build(builder: list[str], out: Path, language: str = "") -> None:
-    """Let jupyter-book read the book and write to the folder ``out``. Exits with its messages if that fails."""
-    command = [str(JUPYTER_BOOK), "build", str(ROOT), "--path-output", str(out), *builder]
-    command += ["--warningiserror", "--keep-going", "-n", "--quiet"]
+def build(options: list[str], out: Path, language: str = "") -> None:
+    """Build the book with jupyter-book into the folder ``out``. Exits with its messages if that fails.
+
+    ``options`` are further options of jupyter-book, and ``language`` that of the pages, or "" for English.
+    """
+    command = [str(JUPYTER_BOOK), "build", str(ROOT), "--path-output", str(out), *options]
+    command += ["--warningiserror", "--keep-going", "-n", "--quiet"]  # -n reports links that lead nowhere
     environment = {**os.environ, "BOOK_LANGUAGE": language}
     process = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if process.returncode != 0:
@@ -106,7 +119,7 @@ def build(builder: list[str], out: Path, language: str = "") -> None:
 def update_catalogues(language: str, templates: Path, new_pages: list[str]) -> None:
     """Update the catalogues of a language, begin those of ``new_pages``, and print what is left to translate.
 
-    ``templates`` is the folder with the texts of each page.
+    ``templates`` is the folder with the English texts of each page. Exits with a message if the book has no such page.
     """
     pages = [page for part in table_of_contents() for page in part.pages]
     unknown = set(new_pages) - set(pages)
@@ -139,7 +152,8 @@ def main() -> None:
     if not re.fullmatch(r"[a-z]{2,3}(_[A-Z]{2})?", args.language):
         sys.exit("Name the language: make translate LANGUAGE=de")
     out = ROOT / "_build" / args.language
-    build(["--builder", "custom", "--custom-builder", "gettext"], out)
+    write_templates = ["--builder", "custom", "--custom-builder", "gettext"]  # instead of pages
+    build(write_templates, out)
     update_catalogues(args.language, out / "_build" / "gettext", args.pages)
     build([], out, args.language)
     print(f"The book is in {(out / '_build' / 'html').relative_to(ROOT)}.")

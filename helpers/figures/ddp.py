@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
 from matplotlib.ticker import MaxNLocator
 
-from helpers.figures.drawing import INK, Span, boxes, canvas, rank_color, style
+from helpers.figures.drawing import INK, Rectangle, Span, boxes, canvas, rank_color, style
 
 # --- one step of DDP, as a model --------------------------------------------------------------------------------------
 
@@ -68,9 +68,11 @@ RIGHT = 650
 TOP = 56
 BOTTOM = 268
 MAX_RANK_HEIGHT = 74  # of a rank in the timeline, however few ranks there are
+SPAN_GAP = 1.2  # between two spans of a rank
+MIN_SPAN_WIDTH = 0.6
 ROW = 21  # the height of a row of the bar chart below the timeline
 LABEL_GAP = 10  # between a row's name, at its left, and LEFT
-BUCKET_COUNTS = [1, 2, 4, 8, 16]  # its rows
+BUCKET_COUNTS = [1, 2, 4, 8, 16]  # the rows of the bar chart
 PARTS = {  # label of a span: its name in the legend
     "forward": "forward",
     "backward": "backward",
@@ -110,7 +112,7 @@ def ddp_overlap(
 
 
 def look_of(label: str, color: str) -> dict[str, Any]:
-    """How the spans of a label are filled and outlined."""
+    """How the spans with this label are filled and outlined, as arguments of ``boxes``: {argument: value}."""
     if label == "all-reduce":
         return {"facecolor": color}
     outline = {"edgecolor": color, "linewidth": 0.8}
@@ -124,7 +126,7 @@ def look_of(label: str, color: str) -> dict[str, Any]:
 
 
 def draw_legend(ax: Axes) -> None:
-    """Draw a box and a name for each of PARTS. It is in ink, because every rank has its own colour."""
+    """Draw the legend, with a box and a name for each of PARTS. It is in ink, because every rank has its own colour."""
     box_width = 16
     gap = 6  # between a box and its name
     gap_between_entries = 18
@@ -169,25 +171,27 @@ def draw_rank(ax: Axes, rank: int, world_size: int, schedule: Sequence[Span], pi
     ax.text(LEFT - LABEL_GAP, compute_y + compute_height / 2 + half_a_letter, f"rank {rank}", ha="right")
     labels = dict.fromkeys(span.label for span in schedule)  # each once, in the order of the schedule
     for label in labels:
-        y = compute_y
-        height = compute_height
         if label == "all-reduce":
             y = network_y
             height = network_height
+        else:
+            y = compute_y
+            height = compute_height
         rectangles = []
         for span in schedule:
             if span.label == label:
                 x = LEFT + span.start * pixels_per_ms
                 width = LEFT + span.end * pixels_per_ms - x
-                rectangles.append((x, y, max(width - 1.2, 0.6), height))  # 1.2 pixels are a gap to the next one
+                rectangles.append((x, y, max(width - SPAN_GAP, MIN_SPAN_WIDTH), height))
         boxes(ax, rectangles, **look_of(label, rank_color(rank)))
 
 
 def draw_time_axis(ax: Axes, axis_end: float, pixels_per_ms: float) -> None:
     """Draw the axis below the timeline: a line from 0 to ``axis_end`` milliseconds, with ticks and their numbers."""
-    ticks = [int(ms) for ms in MaxNLocator(6, integer=True).tick_values(0, axis_end) if ms <= axis_end]
+    locator = MaxNLocator(6, integer=True)  # it chooses round numbers, at most seven
+    ticks = [int(ms) for ms in locator.tick_values(0, axis_end) if ms <= axis_end]
     axis_y = BOTTOM + 6
-    rectangles: list[tuple[float, float, float, float]] = [(LEFT, axis_y, RIGHT - LEFT, 1)]
+    rectangles: list[Rectangle] = [(LEFT, axis_y, RIGHT - LEFT, 1)]
     for ms in ticks:
         rectangles.append((LEFT + ms * pixels_per_ms - 0.5, axis_y, 1, 5))
     boxes(ax, rectangles, facecolor=INK)
@@ -206,11 +210,12 @@ def draw_waits(ax: Axes, waits: dict[int, float], buckets: int, pixels_per_ms: f
     ax.text(LEFT, BOTTOM + 47, "waiting, by number of buckets")
     row_top = BOTTOM + 54
     for count, wait in waits.items():
-        weight = "normal"
-        opacity = 0.3
         if count == buckets:
             weight = "bold"
-            opacity = 1
+            opacity = 1.0
+        else:
+            weight = "normal"
+            opacity = 0.3
         bar_length = wait * pixels_per_ms
         boxes(ax, [(LEFT, row_top + 3, bar_length, 13)], facecolor=(INK, opacity))
         baseline = row_top + 14  # of the two texts, which are as tall as the bar

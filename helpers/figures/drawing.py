@@ -73,12 +73,12 @@ STYLE_SHEET = "".join(pathlib.Path(__file__).with_name("figure.css").read_text(e
 
 
 class Span(NamedTuple):
-    """What a rank did from ``start`` to ``end``, in the unit of the timeline; ``lane`` is its row. Tuples will do."""
+    """What a rank did in one part of a timeline. A plain tuple of the same four values will do, too."""
 
-    lane: str
-    start: float
+    lane: str  # the row of the timeline, such as "compute"
+    start: float  # in the unit of the timeline
     end: float
-    label: str
+    label: str  # what it did, such as "forward"
 
 
 @contextmanager
@@ -99,13 +99,13 @@ def rank_color(rank: int) -> str:
 
 
 def figure(width: float, height: float, **kwargs: Any) -> Figure:
-    """An empty Figure, ``width`` by ``height`` CSS pixels large."""
+    """An empty Figure that is so many CSS pixels wide and high. ``kwargs`` are those of matplotlib's Figure."""
     # matplotlib takes inches, and writes an SVG in points, 72 to the inch. The page shows a point as a pixel.
     return Figure(figsize=(width / 72, height / 72), **kwargs)
 
 
 def canvas(width: float, height: float) -> tuple[Figure, Axes]:
-    """A Figure of one Axes without frame or ticks, whose data coordinates are pixels, y downwards."""
+    """A Figure to draw on, with one Axes without frame and ticks, whose coordinates are pixels. y grows downwards."""
     fig = figure(width, height)
     ax = fig.add_axes((0, 0, 1, 1))
     ax.set(xlim=(0, width), ylim=(height, 0))
@@ -117,7 +117,10 @@ Rectangle = tuple[float, float, float, float]  # x and y of its upper left corne
 
 
 def boxes(ax: Axes, rectangles: Sequence[Rectangle], **look: Any) -> None:
-    """Draw rectangles that look alike. They become one path, which keeps the SVG small."""
+    """Draw rectangles that look alike. They become one path, which keeps the SVG small.
+
+    ``look`` are arguments of matplotlib's PathPatch, such as ``facecolor``.
+    """
     paths = []
     for x, y, width, height in rectangles:
         right = x + width
@@ -150,9 +153,10 @@ def lines(series: Mapping[int | str, Sequence[float]], x: Sequence[float], xlabe
     ax.grid(axis="y")
     ax.set_axisbelow(True)
     if len(series) > 1:
-        columns = min(len(series), 4)
+        columns = min(len(series), 4)  # of the legend
         letters = sum(len(str(name)) for name in series)
-        if columns == 4 and letters > LETTERS_IN_A_ROW:  # the legend would be wider than the figure
+        is_wider_than_figure = columns == 4 and letters > LETTERS_IN_A_ROW
+        if is_wider_than_figure:
             columns = 2
         fig.legend(loc="outside upper left", ncols=columns, handlelength=1.6, columnspacing=1.4)
     return fig
@@ -199,8 +203,10 @@ def timeline(spans: Mapping[int, Sequence[Span]], xlabel: str) -> Figure:
     ax = fig.add_subplot()
     for row, (rank, lane) in enumerate(rows):
         color = rank_color(rank)
-        is_first_lane = lane == lanes[0]
-        opacity = 0.25 if is_first_lane else 0.85
+        if lane == lanes[0]:
+            opacity = 0.25
+        else:
+            opacity = 0.85
         look: dict[str, Any] = {"facecolor": (color, opacity), "edgecolor": color, "linewidth": 1}
         for fields in spans[rank]:
             span = Span(*fields)  # plain tuples will do, too
@@ -268,8 +274,8 @@ def figure_html(views: str, caption: str = "", controls: str = "", script: str =
     figcaption = ""
     if caption:
         text = html.escape(caption, quote=False)
-        text = re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
-        text = re.sub(r"\*(\w[^*]*\w)\*", r"<em>\1</em>", text)
+        text = re.sub(r"`([^`]+)`", r"<code>\1</code>", text)  # `no_sync`
+        text = re.sub(r"\*(\w[^*]*\w)\*", r"<em>\1</em>", text)  # *all ranks*, but not 2 * 3 * 4
         figcaption = f"<figcaption>{text}</figcaption>"
     return (
         f'<figure class="wso"><style>{STYLE_SHEET}</style>{controls}{views}'

@@ -21,8 +21,9 @@ MAX_BUTTONS = 5  # more values become a slider
 LABELS = {"dp": "data parallel", "tp": "tensor parallel", "pp": "pipeline stages", "zero": "ZeRO stage"}
 UNITS = {"seconds": "s", "minutes": "min"}  # the argument "save_seconds" is labelled "save", its values "60 s"
 
-# A page may have several such figures. Each script uses the figure around it, so that no ids can collide.
+# A page may have several such figures, each with this script, which looks only at the figure around it.
 SCRIPT = f"<script>{Path(__file__).with_name('sliders.js').read_text(encoding='utf-8').strip()}</script>"
+# The attributes of an <svg> that say how large it is: viewBox="0 0 660 352" width="660" height="352".
 DRAWING_SIZE = re.compile(r'viewBox="0 0 (?P<width>\S+) (?P<height>\S+)" width="\S+" height="\S+"')
 
 
@@ -55,7 +56,8 @@ def explore(fn: Callable[..., Figure], *, alt: str, caption: str = "", **sliders
         alt_of_frame = ""  # an empty alt text stays empty, so that view() refuses it
         if alt.strip():
             alt_of_frame = f"{alt} ({', '.join(values_in_words)})"
-        views.append(view(fn(**arguments), alt_of_frame, salt=caption, visible=positions == first_frame))
+        is_first_frame = positions == first_frame
+        views.append(view(fn(**arguments), alt_of_frame, salt=caption, visible=is_first_frame))
     call = ", ".join(f"{control.argument}={control.values}" for control in controls)
     return Shown(page_of(equally_tall(views), controls, caption), text=f"explore({name_of(fn)}, {call})")
 
@@ -71,14 +73,15 @@ def positions_of_frames(controls: "Sequence[Control]") -> list[tuple[int, ...]]:
     for control in controls:
         if not control.values:
             raise ValueError(f"explore({control.argument}=[]) has no values. List those to show.")
-    frames = list(itertools.product(*(range(len(control.values)) for control in controls)))
+    positions_of_controls = [range(len(control.values)) for control in controls]
+    frames = list(itertools.product(*positions_of_controls))
     if len(frames) > MAX_FRAMES:
         raise ValueError(f"explore() draws at most {MAX_FRAMES} frames, not {len(frames)}. List fewer values.")
     return frames
 
 
 def default_of(fn: Callable[..., Figure], argument: str) -> Any:
-    """The default of a function's argument, or None."""
+    """The default of a function's argument; None if the function has no argument of this name."""
     parameter = inspect.signature(fn).parameters.get(argument)
     if parameter is None:  # the function takes **kwargs
         return None
@@ -141,7 +144,8 @@ class Control:
     @property
     def texts(self) -> list[str]:
         """The values in words, with the unit that the argument's name ends with."""
-        unit = UNITS.get(self.argument.rpartition("_")[2])
+        last_word = self.argument.split("_")[-1]
+        unit = UNITS.get(last_word)
         if unit is None:
             return [str(value) for value in self.values]
         return [f"{value} {unit}" for value in self.values]

@@ -8,7 +8,10 @@ from xml.etree import ElementTree
 # need two digits.
 DIGITS = {"d": 1, "x": 1, "y": 1, "width": 1, "height": 1, "style": 2, "transform": 2}
 NUMBER = re.compile(r"-?\d+\.\d+")
+# A path around a rectangle, as matplotlib writes it: "M 10 20 L 30 20 L 30 45 L 10 45 z". The groups are the left side,
+# the top, the right side and the bottom.
 RECTANGLE = re.compile(r"M (\S+) (\S+) L (\S+) \2 L \3 (\S+) L \1 \4 z")
+# Where one element refers to another by its id: url(#NAME) or href="#NAME".
 REFERENCE = re.compile(r"(?:url\(#|href=\"#)([^)\"]+)")
 
 
@@ -54,18 +57,19 @@ def without_namespace(name: str) -> str:
 
 
 def tidy(name: str, value: str) -> str:
-    """Shorten the value of the SVG attribute ``name``: "" if the attribute has no effect.
+    """Shorten the value of the SVG attribute ``name``; "" says that the attribute has no effect.
 
-    Numbers are rounded, the font is left out of a style, and in a path, as in ``d="M 1.04 2.5 L 7.25 2.5"``, the four
-    sides of a rectangle become horizontal and vertical lines.
+    - Numbers are rounded.
+    - The font is left out of a style.
+    - In a path, such as ``d="M 1.04 2.5 L 7.25 2.5"``, spaces are left out, and the four sides of a rectangle become
+      horizontal and vertical lines.
     """
     if name == "style":
         value = without_font(value)
     if name in DIGITS:
-        digits = DIGITS[name]
-        value = NUMBER.sub(lambda number: rounded(number[0], digits), value)
+        value = with_rounded_numbers(value, DIGITS[name])
     value = " ".join(value.split())
-    value = re.sub(r"rotate\(-?0 [^)]*\)", "", value)  # a rotation by 0 degrees does nothing
+    value = re.sub(r"rotate\(-?0 [^)]*\)", "", value)  # "rotate(-0 12 34)", by 0 degrees, does nothing
     is_path = name == "d"
     if is_path:
         # The commands M, L, H, V and z mean: move to, line to, horizontal line, vertical line, close the path.
@@ -75,9 +79,9 @@ def tidy(name: str, value: str) -> str:
 
 
 def without_font(style: str) -> str:
-    """The rules of a style attribute, ``fill: red; font-family: Arial``, but for the font: ``fill:red``.
+    """The rules of a style attribute without the font: ``fill:red`` for ``fill: red; font-family: Arial``.
 
-    The page's own style sheet says in which font a figure's text is.
+    A page's own style sheet says in which font a figure's text is.
     """
     rules = []
     for rule in style.split(";"):
@@ -87,9 +91,20 @@ def without_font(style: str) -> str:
     return ";".join(rules)
 
 
+def with_rounded_numbers(text: str, digits: int) -> str:
+    """A text in which each number has at most so many digits after the point: ``M 1 2.5`` for ``M 1.04 2.5``."""
+
+    def round_match(match: re.Match[str]) -> str:
+        return rounded(match[0], digits)
+
+    return NUMBER.sub(round_match, text)
+
+
 def rounded(number: str, digits: int) -> str:
-    """``12.00`` as ``12``, and ``-0.01`` as ``0``: adding 0 makes a negative zero positive."""
-    return f"{round(float(number), digits) + 0:.8g}"
+    """A number with so many digits after the point, and without zeros at its end: ``12`` for ``12.00``."""
+    value = round(float(number), digits)
+    value = value + 0  # This makes a negative zero, from -0.01, positive.
+    return f"{value:.8g}"
 
 
 def remove_unneeded(parent: ElementTree.Element) -> None:
@@ -118,8 +133,8 @@ def with_own_ids(text: str, salt: str) -> str:
 
     They are made of a hash of the text and of ``salt``, so that the same drawing has the same ids every time.
     """
-    # matplotlib's ids depend on the figures that were drawn before, so the hash has to be made of a text without them:
-    # they are replaced by ID-0, ID-1 and so on until the hash is known.
+    # matplotlib's ids depend on the figures that were drawn before, so they may not be in the text of which the hash is
+    # made. They are replaced by ID-0, ID-1 and so on until the hash is known.
     ids: list[str] = []
     for name in REFERENCE.findall(text):
         if name not in ids:

@@ -26,50 +26,63 @@ from helpers.ranks.rank import (
     wait_for_gpu,
 )
 
-# After the first failure, other ranks get so many seconds to report an earlier cause, or the same failure:
-PEERS_WITHIN = 0.2  # all ranks
-LATE_WITHIN = 2  # ranks that are computing, or that wait for a processor of a busy machine
-# So many seconds is one wait for reports. It is short, because a Ctrl-C that another thread receives does not end it:
+# After the first failure, the other ranks get this many seconds to report an earlier cause, or the same failure.
+PEERS_WITHIN = 0.2
+# This many if they are still computing, or wait for a processor of a busy machine.
+LATE_WITHIN = 2
+# A wait for reports is repeated after this many seconds. A Ctrl-C that another thread receives does not end a wait, so
+# they are few.
 NOTICE_WITHIN = 0.2
-NOTICE_AFTER_A_FAILURE = 0.02  # shorter, so that a call ends soon after its ranks have
+NOTICE_AFTER_A_FAILURE = 0.02  # fewer, so that a call ends soon after its ranks have
 # A rank sends two bytes in its life, GROUP_STARTED and then RETURNED or RAISED. One read may get both.
 BYTES_OF_A_RANK = 2
 
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank that was started, as the launcher sees it: a process, and a pipe on which the process reports."""
+    """A rank that was started, as the launcher sees it.
+
+    The rank sends single bytes through the pipe: GROUP_STARTED, and later RETURNED or RAISED. The pipe is closed when
+    the rank's process ends.
+    """
 
     process: BaseProcess
-    pipe: (
-        connection.Connection
-    )  # the rank sends GROUP_STARTED, then RETURNED or RAISED; it closes when the process ends
+    pipe: connection.Connection
 
 
 @dataclass
 class Outcome:
     """What has become of the ranks so far. A rank that is neither in ``returned`` nor in ``failures`` may still run."""
 
-    started: set[int] = field(default_factory=set)  # the process group has started on these ranks
-    returned: set[int] = field(default_factory=set)
-    failures: dict[int, Failure] = field(default_factory=dict)
-    # The pipes of these ranks are closed, so they are dead. The forkserver gives their exit statuses a moment later.
+    started: set[int] = field(default_factory=set)  # ranks on which the process group has started
+    returned: set[int] = field(default_factory=set)  # ranks whose function has returned
+    failures: dict[int, Failure] = field(default_factory=dict)  # {rank: how it failed}
+    # Ranks whose pipes are closed, so they are dead. The forkserver gives their exit statuses a moment later.
     closed: set[int] = field(default_factory=set)
 
+    def running(self, world_size: int) -> list[int]:
+        """The ranks, of so many, that have neither returned nor failed."""
+        ranks = []
+        for rank in range(world_size):
+            if rank not in self.returned and rank not in self.failures:
+                ranks.append(rank)
+        return ranks
 
-def collect(folder: Path, ranks: list[Rank], timeout: float, watch: Callable[[], None] = lambda: None) -> Outcome:
+
+def collect(folder: Path, ranks: list[Rank], timeout: float, watch: Callable[[], None]) -> Outcome:
     """Wait until every rank of a call has returned or failed, and return what has become of each.
 
     Ranks that still run are not waited for beyond the timeout, nor for long after the first failure, because they may
     then wait for the failed rank for ever. The timeout, in seconds, counts from the moment when the process group has
     started on all ranks. For the start they have START_WITHIN seconds more. ``watch`` is called several times a second
-    while this function waits. The ranks write their results and failures to files in ``folder``.
+    while this function waits. The ranks write their results and failures to files in ``folder``. A rank that neither
+    returned nor failed, in what is returned here, was not waited for.
     """
     outcome = Outcome()
     deadline = time.monotonic() + START_WITHIN + timeout
-    timeout_counts = False
+    timeout_has_begun = False
     while True:
-        running = [rank for rank in range(len(ranks)) if rank not in outcome.returned | outcome.failures.keys()]
+        running = outcome.running(len(ranks))
         if not running:
             return outcome
         watch()
@@ -77,14 +90,15 @@ def collect(folder: Path, ranks: list[Rank], timeout: float, watch: Callable[[],
             read_reports(folder, ranks, running, outcome, seconds=0)  # a rank may just have reported
             return outcome
 
-        wait_seconds = min(NOTICE_WITHIN, deadline - time.monotonic())
         if outcome.failures:
             wait_seconds = NOTICE_AFTER_A_FAILURE
+        else:
+            wait_seconds = min(NOTICE_WITHIN, deadline - time.monotonic())
         read_reports(folder, ranks, running, outcome, seconds=wait_seconds)
 
         all_have_started = len(outcome.started) == len(ranks)
-        if all_have_started and not timeout_counts:
-            timeout_counts = True
+        if all_have_started and not timeout_has_begun:
+            timeout_has_begun = True
             deadline = time.monotonic() + timeout
 
 
@@ -135,16 +149,19 @@ def may_report(failures: dict[int, Failure], ranks: list[Rank], dying: Collectio
     the other ranks have had the time to report, too. ``dying`` are the numbers of ranks that have closed their pipes,
     and whose exit statuses are not known yet.
     """
-    first_failed = min(failure.when for failure in failures.values())
-    seconds_since = time.monotonic() - first_failed
-    seconds_for_all: float = PEERS_WITHIN
-    seconds_for_busy: float = LATE_WITHIN
+    time_of_first_failure = min(failure.when for failure in failures.values())
+    seconds_since = time.monotonic() - time_of_first_failure
+    seconds_for_all: float
+    seconds_for_busy: float
     a_rank_was_killed = any(failure.killed for failure in failures.values())
     if a_rank_was_killed:
         # A kill is no consequence of a peer's failure, so nobody has an earlier cause to report. The peers get only the
         # time to finish what they print.
         seconds_for_all = 0
         seconds_for_busy = PEERS_WITHIN
+    else:
+        seconds_for_all = PEERS_WITHIN
+        seconds_for_busy = LATE_WITHIN
     if seconds_since <= seconds_for_all:
         return True
     if seconds_since > seconds_for_busy:
@@ -178,9 +195,10 @@ def death(process: BaseProcess) -> Failure:
     process.join()
     status = process.exitcode or 0
     was_killed = status < 0  # then it is the signal's number with a minus
-    how = f"ended by itself with exit code {status}"
     if was_killed:
         how = f"killed by {signal.Signals(-status).name}"
+    else:
+        how = f"ended by itself with exit code {status}"
     return Failure(when=time.monotonic(), what=how, killed=was_killed)
 
 
@@ -230,7 +248,10 @@ def is_complete(stack: str) -> bool:
 
 
 def where(folder: str | Path, ranks: Iterable[int]) -> dict[int, str]:
-    """{rank: the innermost line of the user's code} in the stack that each rank wrote last into the folder."""
+    """Where each of these ranks was when it last wrote its stack into the folder.
+
+    Returns {rank: the innermost line of the user's code}, such as ``{0: "line 3 of step: loss = f(x)"}``.
+    """
     return {rank: innermost(read(Path(folder, f"stack{rank}"))) for rank in ranks}
 
 
@@ -239,6 +260,7 @@ def innermost(stack: str) -> str:
 
     faulthandler writes a line for each frame, the innermost first: ``  File "train.py", line 3 in step``.
     """
+    # Characters that are not ASCII are written as \xe9, \u20ac or \U0001f600, which this changes back.
     stack = re.sub(r"\\(?:x..|u.{4}|U.{8})", unescaped, stack)
     for file, line, function in re.findall(r'File "(.*)", line (\d+) in (.*)', stack):
         if not is_library(file):

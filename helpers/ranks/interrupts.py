@@ -9,24 +9,25 @@ from types import FrameType
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """A context in which a Ctrl-C has no effect; one that came raises KeyboardInterrupt at the end of the context.
+    """A context that a Ctrl-C does not interrupt. KeyboardInterrupt is raised at its end, if there was a Ctrl-C.
 
-    It protects steps that must not stop halfway, such as the start of a process before its number is noted.
+    It protects what must not stop halfway, for example between the start of a process and the note of its number.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # Python interrupts the main thread alone, and no other thread may set signal handlers
         return
-    interrupts: list[int] = []
+    was_interrupted = False
 
     def remember(number: int, frame: FrameType | None) -> None:
-        interrupts.append(number)
+        nonlocal was_interrupted
+        was_interrupted = True
 
     old_handler = signal.signal(signal.SIGINT, remember)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, old_handler)
-    if interrupts:
+    if was_interrupted:
         raise KeyboardInterrupt
 
 

@@ -33,12 +33,14 @@ __all__ = ["LaunchError", "RankError", "cannot_be_sent", "context", "launch", "w
 
 MAX_RANKS = 64
 MAX_SECONDS = 1_000_000
-# What a tutorial's function takes before its own arguments: {parameter: the variable that has its value in a rank}.
+# The function of a tutorial, written for mp.spawn, may begin with parameters such as ``rank`` and ``world_size``, which
+# each rank fills in. {name of a parameter: the environment variable that has its value in a rank}, for the first
+# parameter and for the second.
 FIRST_PARAMETERS = {"rank": "RANK", "local_rank": "LOCAL_RANK", "gpu": "LOCAL_RANK"}
 SECOND_PARAMETERS = {"world_size": "WORLD_SIZE", "size": "WORLD_SIZE", "ngpus_per_node": "LOCAL_WORLD_SIZE"}
 context = multiprocessing.get_context("forkserver")
-launches = itertools.count()
-starting = threading.Lock()  # without_main changes sys.modules, so one thread at a time may be in it
+numbers_of_calls = itertools.count()  # Each call of launch has a folder with its number.
+main_module_lock = threading.Lock()  # without_main changes sys.modules, so one thread at a time may be in it
 
 
 def warm() -> None:
@@ -57,14 +59,15 @@ def warm() -> None:
 
 
 def wait_until_it_leads_a_group(pid: int) -> None:
-    """Wait until a new forkserver has left this process group, which a restart of the kernel kills.
+    """Wait until a new forkserver, with this process id, has left this process group, but not longer than 10 seconds.
 
-    The forkserver ends the ranks and removes the files of a kernel that was killed, so it has to outlive the kernel.
-    ``pid`` is its process id. If it does not come so far within 10 seconds, its first use will fail and say why.
+    A restart of a notebook's kernel kills the kernel's whole process group. The forkserver has to outlive the kernel,
+    because it then ends the kernel's ranks and removes its files. A forkserver that does not come so far has failed,
+    and its first use will say why.
     """
-    latest = time.monotonic() + 10
-    with contextlib.suppress(ProcessLookupError):  # it has ended
-        while os.getpgid(pid) == os.getpgrp() and time.monotonic() < latest:
+    deadline = time.monotonic() + 10
+    with contextlib.suppress(ProcessLookupError):  # raised if the forkserver has ended
+        while os.getpgid(pid) == os.getpgrp() and time.monotonic() < deadline:
             time.sleep(0.002)
 
 
@@ -79,30 +82,37 @@ def launch(
 ) -> list[Any]:
     """Call ``fn(*args)`` on ``nproc`` fresh ranks and return their results, ``[rank 0's, rank 1's, …]``.
 
-    In each rank the default process group runs, and the variables that torchrun sets are set, but for the error file
-    and the signals. ``backend`` is "gloo" (on CPUs, loopback only), "nccl" (rank k has GPU k as its current device), or
-    "auto": "nccl" if each rank has a GPU, else "gloo". Where ``fn`` starts a group itself, ``init_process_group`` only
-    compares backend, rank and world size with the group that runs, and ``destroy_process_group`` then leaves this group
-    running.
-    If the parameters of ``fn`` begin with ``rank`` (or ``local_rank``, ``gpu``), or with it and ``world_size`` (or
-    ``size``, ``ngpus_per_node``), and ``args`` lack these, each rank adds its own, as mp.spawn adds the first.
-    cloudpickle carries ``fn``, its arguments and its results. A CUDA tensor arrives on the GPU with the same number: so
-    send CPU tensors, and return ``x.cpu()``.
-    What the ranks print appears here when they end, in rank order; a line that several ranks print is shown once. A
-    terminal and JupyterLab also show the newest lines of a call that takes more than two seconds, while it runs.
-    ``timeout`` is in seconds and begins when the process group has started on all ranks, so that a busy machine's slow
-    start does not count. After it, ranks have two more seconds to tell in which line they are. ``env`` is {name: text},
-    added to the ranks' environment variables.
-    ``check=True`` observes the first 20 steps of each optimizer for mistakes that raise no error, as
-    ``helpers.training_check`` does, and prints a section *silent mistakes* with what rank 0 prints.
+    In each rank the default process group runs, and the environment variables that torchrun sets are set, except for
+    those of its error file and of its signals. The other arguments are
 
-    Raises RankError when a rank raises, dies, or still runs at ``timeout``, and LaunchError for an argument that
-    cannot work, or for fewer GPUs than ranks.
+    - ``timeout``: after so many seconds, ranks that still run are ended. They count from the moment when the process
+      group has started on all ranks, so that the slow start of a busy machine does not count. After the timeout, ranks
+      have two more seconds to tell in which line they are.
+    - ``env``: {name: text}, environment variables for the ranks beside those of this process.
+    - ``backend``: "gloo" (on CPUs, over the loopback interface only), "nccl" (GPU k is the current device of rank k),
+      or "auto" ("nccl" if there is a GPU for each rank, or else "gloo").
+    - ``check``: whether to look for mistakes of training that raise no error in the first 20 steps of each optimizer,
+      as ``helpers.training_check`` does. Rank 0 then prints a section *silent mistakes*.
+
+    **What ``fn`` gets.** If its parameters begin with ``rank`` (or ``local_rank`` or ``gpu``), or with this and
+    ``world_size`` (or ``size`` or ``ngpus_per_node``), and ``args`` lack these, each rank adds its own numbers, as
+    mp.spawn adds the first. If ``fn`` starts a process group itself, ``init_process_group`` only compares backend, rank
+    and world size with the group that runs, and ``destroy_process_group`` then leaves this group running.
+
+    **What is carried.** cloudpickle carries ``fn``, its arguments and its results. A CUDA tensor arrives on the GPU
+    with the same number: so send CPU tensors, and return ``x.cpu()``.
+
+    **What is printed.** What the ranks print appears here when they end, in rank order; a line that several ranks print
+    is shown once. A terminal and JupyterLab also show the newest lines of a call that takes more than two seconds,
+    while it runs.
+
+    Raises RankError if a rank raises, dies, or still runs at the timeout, and LaunchError for an argument that cannot
+    work, or for fewer GPUs than ranks.
     """
     check_arguments(fn, nproc, timeout, backend)
     payload = pack(fn, added_arguments(fn, args), args)
     warm()
-    folder = Path(util.get_temp_dir(), f"launch{next(launches)}")
+    folder = Path(util.get_temp_dir(), f"launch{next(numbers_of_calls)}")
     with hold_port() as port:  # for a function that ends this group and starts one at MASTER_ADDR
         environment = {
             **os.environ,
@@ -111,7 +121,7 @@ def launch(
             # NCCL_SOCKET_IFNAME stays as it is: NCCL takes the loopback interface by itself where there is no other.
             "GLOO_SOCKET_IFNAME": LOOPBACK,
             "WORLD_SIZE_ONE_STORE": str(folder / "store"),
-            **(env or {}),
+            **(env or {}),  # last, so that they replace others of the same name
         }
         try:
             if backend != "gloo":
@@ -230,9 +240,13 @@ def check_arguments(fn: object, nproc: int, timeout: float, backend: str) -> Non
 def added_arguments(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
     """Which arguments each rank adds before ``args``, so that a tutorial's function need not be rewritten for launch.
 
-    They are named by the environment variables that hold them: [], ["RANK"], or ["RANK", "WORLD_SIZE"]. For example
-    ``train(rank, world_size, epochs)`` with ``args=(3,)`` gets both. As few are added as make the call possible, so
-    ``args=(0, 4, 3)`` adds none. Raises LaunchError where the call is not possible with any of them.
+    Returns the names of the environment variables that hold them: [], ["RANK"], or ["RANK", "WORLD_SIZE"]. As few are
+    added as make the call possible. For example, for ``train(rank, world_size, epochs)``
+
+    - ``args=(3,)`` lacks both, so both are added;
+    - ``args=(0, 4, 3)`` is complete, so none is added.
+
+    Raises LaunchError if the call is not possible with any of them.
     """
     try:
         signature = inspect.signature(fn)
@@ -262,16 +276,18 @@ def addable_arguments(signature: inspect.Signature) -> list[str]:
 
     For example ["RANK", "WORLD_SIZE"] for ``train(rank, world_size, epochs)``, and [] for ``train(epochs)``.
     """
-    variables = []
-    for parameter, variable_of_name in zip(signature.parameters, (FIRST_PARAMETERS, SECOND_PARAMETERS), strict=False):
-        if parameter not in variable_of_name:
-            break
-        variables.append(variable_of_name[parameter])
-    return variables
+    names = list(signature.parameters)
+    if len(names) < 1 or names[0] not in FIRST_PARAMETERS:
+        return []
+    variable_of_first = FIRST_PARAMETERS[names[0]]
+    if len(names) < 2 or names[1] not in SECOND_PARAMETERS:
+        return [variable_of_first]
+    variable_of_second = SECOND_PARAMETERS[names[1]]
+    return [variable_of_first, variable_of_second]
 
 
 def required(signature: inspect.Signature) -> list[str]:
-    """The names of the positional parameters that have no default."""
+    """The names of the positional parameters that have no default: ["x", "y"] for ``f(x, y, z=1)``."""
     positional_kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = []
     for name, parameter in signature.parameters.items():
@@ -285,7 +301,7 @@ def pack(fn: Callable[..., Any], added: list[str], args: tuple[Any, ...]) -> byt
 
     ``added`` are the arguments that each rank adds itself, such as ["RANK"] (see ``added_arguments``).
     """
-    sources = {}
+    sources = {}  # the lines of the notebook's cells, for tracebacks
     for file, entry in linecache.cache.items():
         is_cell = "ipykernel_" in file or file.startswith("<")
         if is_cell:
@@ -334,12 +350,13 @@ def start(rank: int, call: Call, ranks: list[Rank]) -> None:
 
 @contextlib.contextmanager
 def without_main() -> Iterator[None]:
-    """A context for starting processes, which hides the caller's main module from them.
+    """A context for starting processes, in which an empty module replaces the caller's main module.
 
-    multiprocessing would import that module again in each rank, and so run a script without an
-    ``if __name__ == "__main__"`` guard once more. The ranks do without it, because cloudpickle sends what they need.
+    multiprocessing imports the main module again in each process that it starts. For a script without the guard
+    ``if __name__ == "__main__"``, this would run the script once more in each rank. The ranks do not need the module,
+    because cloudpickle sends what they use of it.
     """
-    with starting:
+    with main_module_lock:
         main = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")
         try:

@@ -19,12 +19,13 @@ from typing import Any, Protocol
 from helpers.ranks.collecting import end_of_file
 from helpers.ranks.messages import label, ranks_by_line, tidy
 
-AFTER = 2  # seconds after which a call shows its line
-EVERY = 1  # seconds between two versions of the line
-WIDTH = 100  # characters of the line in a notebook
-TAIL = 4096  # bytes at the end of a rank's output in which its newest line is looked for
+SECONDS_BEFORE_FIRST = 2  # A call that takes less time shows no line.
+SECONDS_BETWEEN_UPDATES = 1
+WIDTH_IN_NOTEBOOK = 100  # characters of the line
+BYTES_TO_SEARCH = 4096  # The newest line of a rank is looked for in so many bytes at the end of its output.
 SHORTEST_GROUP = 20  # characters that each different line gets at least, however many there are
-ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colours and movements of the cursor
+# What programs write to a terminal to set a colour or to move the cursor, such as "\x1b[1;31m".
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 # What a terminal does at these characters (https://invisible-island.net/xterm/ctlseqs/ctlseqs.html):
 ERASE_LINE = "\x1b[K"  # from the cursor to the end of the line
@@ -60,18 +61,18 @@ class Terminal:
 class JupyterLab:
     """A cell's output in JupyterLab, which removes a character for each backspace, also from what it will store."""
 
-    width = WIDTH
+    width = WIDTH_IN_NOTEBOOK
 
     def __init__(self) -> None:
-        self.shown = 0  # characters
+        self.shown_characters = 0
 
     def show(self, text: str) -> None:
-        write("\b" * self.shown + text)
-        self.shown = len(text)
+        write("\b" * self.shown_characters + text)
+        self.shown_characters = len(text)
 
     def erase(self) -> None:
-        write("\b" * self.shown)
-        self.shown = 0
+        write("\b" * self.shown_characters)
+        self.shown_characters = 0
 
 
 def write(text: str) -> None:
@@ -83,7 +84,7 @@ def write(text: str) -> None:
 def find_screen() -> Screen | None:
     """Where to show the line: in the terminal or the JupyterLab that a person watches.
 
-    None where nobody watches, or where the line could not be taken back, such as a file, a pipe or another frontend.
+    Returns None if nobody watches, or if the line could not be erased, as in a file, in a pipe or in another frontend.
     """
     if threading.current_thread() is not threading.main_thread():
         return None  # several calls at once would erase each other's lines
@@ -108,10 +109,10 @@ def executed_request() -> Mapping[str, Any]:
 
 
 def is_jupyterlab(request: Mapping[str, Any]) -> bool:
-    """Whether a person asked for this execution in JupyterLab, which handles backspaces.
+    """Whether a person runs the current cell in JupyterLab, which handles backspaces.
 
-    ``request`` is the message that asked for it. nbclient and nbval say in it that nobody can answer a question of the
-    cell. Other frontends than JupyterLab's notebooks do not list the cells that were deleted.
+    ``request`` is the message that asked the kernel to run the cell. If nbclient or nbval sent it, it says that nobody
+    can answer a question of the cell. Only JupyterLab's notebooks list in it the cells that were deleted.
     """
     somebody_can_answer: bool = request.get("content", {}).get("allow_stdin", False)
     return somebody_can_answer and "deletedCells" in request.get("metadata", {})
@@ -125,21 +126,22 @@ class LiveLine:
         self.folder = folder
         self.nproc = nproc
         self.start = time.monotonic()
-        self.due = self.start + AFTER  # the time of the next update, by time.monotonic()
+        self.next_update = self.start + SECONDS_BEFORE_FIRST  # when it is due, by time.monotonic()
         self.screen: Screen | None = None
         self.shown = False
 
     def is_due(self) -> bool:
-        return time.monotonic() >= self.due
+        """Whether it is time to call ``update``."""
+        return time.monotonic() >= self.next_update
 
     def update(self) -> None:
-        """Write the line anew. Where nobody watches, no further update is due."""
+        """Write the line anew. If nobody watches, nothing is written, and no further update is due."""
         if self.screen is None:
             self.screen = find_screen()
         if self.screen is None:
-            self.due = math.inf
+            self.next_update = math.inf
             return
-        self.due = time.monotonic() + EVERY
+        self.next_update = time.monotonic() + SECONDS_BETWEEN_UPDATES
         newest = {rank: newest_line(self.folder / f"output{rank}") for rank in range(self.nproc)}
         printed = {rank: line for rank, line in newest.items() if line}
         # JupyterLab would store an empty output for a call that prints nothing. Ranks that printed leave one anyway.
@@ -159,7 +161,7 @@ def newest_line(output: Path) -> str:
     A progress bar overwrites its line, so the latest version of the bar comes after a carriage return.
     """
     try:
-        text = end_of_file(output, TAIL).decode("utf-8", errors="replace")
+        text = end_of_file(output, BYTES_TO_SEARCH).decode("utf-8", errors="replace")
     except FileNotFoundError:  # the rank has not come so far
         return ""
     plain = ESCAPES.sub("", tidy(text))
@@ -172,8 +174,8 @@ def newest_line(output: Path) -> str:
 def compose(seconds: float, newest: Mapping[int, str], width: int) -> str:
     """The line that is shown after so many seconds, such as ``5 s  [ranks 0-1] step 3  [rank 2] step 2``.
 
-    ``newest`` is {rank: its newest line}. Ranks with the same newest line share a group, and the groups share the
-    ``width``, which is the most characters that the line may have.
+    ``newest`` is {rank: its newest line}. Ranks with the same newest line are one group: ``[ranks 0-1] step 3``. The
+    line has at most ``width`` characters, of which each group gets the same share.
     """
     separator = "  "
     time_text = f"{seconds:.0f} s"

@@ -14,7 +14,8 @@ from helpers.ranks import launch
 from helpers.source import DEFINITION, Statement, split
 
 SOURCE = "<ranks cell>"
-OF_EACH_RANK = ("rank", "local_rank", "world_size")  # each rank has its values, whatever these are in the notebook
+# Names that have each rank's own values in a cell, whatever they are in the notebook.
+OWN_NAMES = ("rank", "local_rank", "world_size")
 # After one of these statements it is not certain that the names which it binds are bound:
 MAY_NOT_RUN = ast.If | ast.For | ast.While | ast.Try | ast.TryStar | ast.Match
 
@@ -68,7 +69,12 @@ class RanksMagics(Magics):
 class FreeNames:
     """The names that a cell's body may read from the notebook.
 
-    For example, in a cell of the lines ``print(x)``, ``def f(): return y`` and ``y = 1`` x is required, y optional.
+    In this cell, for example, ``x`` is required and ``y`` is optional::
+
+        print(x)
+        def f():
+            return y
+        y = 1
     """
 
     required: set[str]  # the body binds them nowhere, or certainly reads them before it binds them
@@ -82,17 +88,22 @@ def sendable(namespace: dict[str, Any], cell: str) -> dict[str, Any]:
     itself before it reads it is left out in that case.
     """
     names = free_names(cell)
-    required = {name: namespace[name] for name in sorted(names.required & namespace.keys())}
-    optional = {name: namespace[name] for name in sorted(names.optional & namespace.keys())}
-
-    error = launch.cannot_be_sent({f"the notebook's {name!r}": value for name, value in required.items()})
+    to_send = {}
+    labelled = {}  # the same values, under the words by which an error message calls them
+    for name in sorted(names.required):
+        if name in namespace:
+            to_send[name] = namespace[name]
+            labelled[f"the notebook's {name!r}"] = namespace[name]
+    error = launch.cannot_be_sent(labelled)
     if error is not None:
         raise error
-    to_send = dict(required)
-    for name, value in optional.items():
-        can_be_sent = launch.cannot_be_sent({name: value}) is None
-        if can_be_sent:
-            to_send[name] = value
+
+    for name in sorted(names.optional):
+        if name in namespace:
+            value = namespace[name]
+            can_be_sent = launch.cannot_be_sent({name: value}) is None
+            if can_be_sent:
+                to_send[name] = value
     return to_send
 
 
@@ -114,8 +125,8 @@ def free_names(cell: str) -> FreeNames:
     for statement in statements:
         bound_anywhere |= statement.binds
 
-    # The statements are followed in their order. Of those so far:
-    certainly_bound = {*OF_EACH_RANK}
+    # The loop below goes through the statements in their order. These sets are those of the statements so far.
+    certainly_bound = set(OWN_NAMES)
     perhaps_bound: set[str] = set()  # by a block such as ``if``, or in a function, which may not run
     read_unbound: set[str] = set()  # read by a statement, or in a function, when the name was not certainly bound
     read_first: set[str] = set()  # read when a statement itself runs, before anything may have bound the name
@@ -130,8 +141,8 @@ def free_names(cell: str) -> FreeNames:
             certainly_bound.add(node.name)  # what its body binds by `global` is bound only when it is called
         elif not isinstance(node, MAY_NOT_RUN):
             certainly_bound |= statement.binds
-    # A name that the cell binds somewhere may be bound when it is read, so the notebook need not have it. But what is
-    # read before that place is needed for sure.
+    # A name that the cell binds somewhere may be bound when it is read, so the notebook need not have it. But a name
+    # that is read before anything may have bound it is certainly needed.
     optional = (read_unbound & bound_anywhere) - read_first
     return FreeNames(required=read_unbound - optional, optional=optional)
 
@@ -164,10 +175,11 @@ def run_body(cell: str, variables: dict[str, Any]) -> Any:
     }
     module = ast.parse(cell, SOURCE)
     last_expression = None
-    last_statement = module.body[-1] if module.body else None
-    if isinstance(last_statement, ast.Expr):
-        del module.body[-1]
-        last_expression = ast.Expression(last_statement.value)
+    if module.body:
+        last_statement = module.body[-1]
+        if isinstance(last_statement, ast.Expr):
+            del module.body[-1]
+            last_expression = ast.Expression(last_statement.value)
     exec(compile(module, SOURCE, "exec"), scope)
     if last_expression is None:
         return None

@@ -55,25 +55,29 @@ def first_failure(failures: dict[int, Failure], out_of_memory: bool) -> RankErro
         return failures[rank].lost_peer, failures[rank].when
 
     first = min(failures, key=order_of_cause)
-    alike = [rank for rank in sorted(failures) if are_alike(rank, failures[rank], first, failures[first])]
-    message = message_about(alike, failures[alike[0]], out_of_memory)
-    texts = {rank: failure.traceback or failure.what for rank, failure in failures.items()}
-    return RankError(message, rank=alike[0], failures=texts)
+    ranks_alike = [rank for rank in sorted(failures) if are_alike(rank, failures[rank], first, failures[first])]
+    rank_to_name = ranks_alike[0]  # the lowest, so that the error is the same in every run
+    message = message_about(ranks_alike, failures[rank_to_name], out_of_memory)
+    texts = {}
+    for rank, failure in failures.items():
+        texts[rank] = failure.traceback or failure.what  # a rank that was killed has no traceback
+    return RankError(message, rank=rank_to_name, failures=texts)
 
 
 def message_about(ranks: list[int], failure: Failure, out_of_memory: bool) -> str:
-    """Says how ranks failed that have all failed in this way: ``rank 1 died first: killed by SIGKILL (…)``.
+    """The message about ranks that have all failed in the same way: ``rank 1 died first: killed by SIGKILL (…)``.
 
-    Where it is known, a second line says in which line of the code.
+    If it is known in which line of the code they failed, a second line of the message says so.
     """
     what = failure.what.split("\n")[0]  # the traceback has the other lines
     if what == "killed by SIGKILL" and out_of_memory:
         what += " (the system's out-of-memory killer: use less memory)"
     elif what == "killed by SIGKILL":
         what += " (the system reports no out-of-memory kill)"
-    verb = "died"  # a rank that is killed leaves no traceback
     if failure.traceback:
         verb = "failed"
+    else:
+        verb = "died"  # a rank that is killed leaves no traceback
     if len(ranks) == 1:
         verb += " first"
     message = f"{label(ranks)} {verb}: {what}"
@@ -132,6 +136,7 @@ def count_oom_kills() -> int:
         statistics = Path("/proc/vmstat").read_text()
     except OSError:
         return 0
+    # The file has a line "oom_kill 3".
     count = re.search(r"^oom_kill (\d+)", statistics, re.MULTILINE)
     if count is None:
         return 0
@@ -177,23 +182,27 @@ def choose_line(next_lines: Mapping[int, str], remaining: Sequence[Counter[str]]
                 is_printed_later = True
         if not is_printed_later:
             return line
-    first_rank = next(iter(next_lines))
-    return next_lines[first_rank]
+    lines = list(next_lines.values())
+    return lines[0]
 
 
 def label(ranks: list[int]) -> str:
     """``rank 2``, ``ranks 0-3`` or ``ranks 0, 2`` for a list of ranks in order."""
+    first = ranks[0]
+    last = ranks[-1]
     if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if ranks == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]}-{ranks[-1]}"
-    return "ranks " + ", ".join(map(str, ranks))
+        return f"rank {first}"
+    has_no_gap = ranks == list(range(first, last + 1))
+    if has_no_gap:
+        return f"ranks {first}-{last}"
+    numbers = ", ".join(str(rank) for rank in ranks)
+    return f"ranks {numbers}"
 
 
 def tidy(text: str) -> str:
     """A rank's output without what changes from run to run, so that a notebook's stored output stays the same."""
-    # A path such as /tmp/ipykernel_4711/815.py has the kernel's process id.
+    # A path of a cell, such as /tmp/ipykernel_4711/815.py, has the kernel's process id. It becomes "notebook cell".
     text = re.sub(r"""(?<![^\s"'(])[^\s"'(]*ipykernel_\d+/\d+\.py""", NOTEBOOK, text)
-    # A message of C++ has its time:
+    # A message that torch's C++ code logs has the number of its rank and its time:
     # [rank0]:[W1120 23:56:46.832225602 reducer.cpp:1529] … becomes [W reducer.cpp:1529] …
     return re.sub(r"^(?:\[rank\d+\]:)?\[([IWEF])\d{4} [\d:.]+ ", r"[\1 ", text, flags=re.MULTILINE)

@@ -19,7 +19,7 @@ from helpers.ranks.leash import leashed
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the signals that end a command
 RESET = (*STOPS, signal.SIGQUIT)  # the signals for which a forked process gets the default handlers
-NOTICE_WITHIN = 0.02  # seconds until the end of a process is noticed
+NOTICE_WITHIN = 0.02  # The end of a process is noticed within so many seconds.
 GRACE = 3  # seconds that a process has to end at a SIGTERM, before it is killed
 
 
@@ -64,7 +64,7 @@ def wait(
     processes: Sequence[psutil.Process],
     timeout: float = math.inf,
     stop_at_failure: bool = False,
-    watch: Callable[[Mapping[int, int]], None] = lambda statuses: None,
+    watch: Callable[[Mapping[int, int]], None] | None = None,
 ) -> dict[int, int]:
     """Wait until the processes have ended, but not longer than ``timeout`` seconds; return how they ended.
 
@@ -80,14 +80,15 @@ def wait(
         ended, _ = psutil.wait_procs(running, timeout=NOTICE_WITHIN)
         for process in ended:
             statuses[processes.index(process)] = int(process.returncode or 0)
-        watch(statuses)
+        if watch is not None:
+            watch(statuses)
         if stop_at_failure and any(statuses.values()):
             break
     return statuses
 
 
 def with_descendants(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """The processes, without those that have ended, and all processes that they have started, and these, and so on."""
+    """These processes and all their descendants, without those that have ended."""
     family = []
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -102,7 +103,8 @@ def end(processes: Iterable[psutil.Process], grace: float = GRACE) -> None:
     """
     running = with_descendants(processes)
     if grace > 0:
-        # All of them are paused until all have got SIGTERM: a rank that saw another one end would print a traceback.
+        # All processes are paused until each has got SIGTERM. Otherwise one would end before the others, which would
+        # print tracebacks about their lost peer.
         send(signal.SIGSTOP, running)
         send(signal.SIGTERM, running)
         send(signal.SIGCONT, running)

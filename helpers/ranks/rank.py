@@ -27,20 +27,20 @@ from helpers.ranks.older_torch import use_newer_names
 
 NOTEBOOK = "notebook cell"
 
-# What a rank says through its pipe. Single bytes, so that a rank that dies cannot leave half a message.
+# What a rank says through its pipe. Each message is a single byte, so that a rank that dies cannot leave half of one.
 GROUP_STARTED = b"m"
 RETURNED = b"+"
 RAISED = b"-"
 
-# Folders of installed packages and of the standard library, the longest path first. An environment may take packages
-# from another one, whose folder is then on sys.path.
+# Folders of installed packages and of the standard library, the longest path first. sys.path is needed too, because an
+# environment may take packages from another one, whose folder is only there.
 PACKAGES = [folder for folder in sys.path if folder.endswith(("site-packages", "dist-packages"))]
 LIBRARIES = sorted(
     {*site.getsitepackages(), *PACKAGES, *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))},
     key=len,
     reverse=True,
 )
-PACKAGE = os.path.dirname(os.path.dirname(__file__))
+PACKAGE = os.path.dirname(os.path.dirname(__file__))  # the folder helpers
 START_WITHIN = 60  # seconds until the ranks' process group has started; they do not count for the call's timeout
 
 # What torchrun sets if no agent serves the ranks' store. ``rank_variables`` gives the numbers of each rank.
@@ -91,9 +91,9 @@ class Failure:
     """How one rank failed, as the rank itself or the launcher saw it."""
 
     when: float  # time.monotonic(), which is one clock for all processes of a machine
-    what: str  # "ValueError: too few samples", "killed by SIGKILL"
-    where: str = ""  # "line 3 of step: loss = f(x)"
-    traceback: str = ""
+    what: str  # such as "ValueError: too few samples" or "killed by SIGKILL"
+    where: str = ""  # such as "line 3 of step: loss = f(x)"; empty if it is not known
+    traceback: str = ""  # empty if the process was killed
     lost_peer: bool = False  # the error is a lost connection, so the cause is a peer's end
     killed: bool = False  # a signal ended the process, so no peer's failure is the cause
 
@@ -107,11 +107,8 @@ def rank_main(pipe: connection.Connection, rank: int, call: Call) -> None:
     """
     folder = call.folder
     leave_launchers_terminal()
+    end_if_launcher_ends(pid_file=folder / f"pid{rank}")
     choose_start_method()
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    # The thread cannot end this rank while it hangs in C code that holds the GIL. The forkserver kills it by its pid.
-    (folder / f"pid{rank}").write_text(str(os.getpid()))
-    close_pipe_to_forkserver()
     write_output_to(folder / f"output{rank}")
 
     # At the timeout faulthandler writes to this file where the rank is, for the launcher's error message. A signal
@@ -143,6 +140,17 @@ def leave_launchers_terminal() -> None:
     """
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def end_if_launcher_ends(pid_file: Path) -> None:
+    """Let this rank end when the launcher is gone, also if the rank hangs then.
+
+    Usually a thread of the rank sees to it. But no thread can run while the rank hangs in C code that holds the GIL.
+    Then the forkserver kills the rank, whose process number it finds in ``pid_file``.
+    """
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    pid_file.write_text(str(os.getpid()))
+    close_pipe_to_forkserver()  # while a rank had it open, the forkserver would not notice that the launcher is gone
 
 
 def choose_start_method() -> None:
@@ -284,11 +292,11 @@ def call_function(work: Work) -> Any:
 
 
 def draw_own_numbers() -> None:
-    """Seed this rank's random generators, so that it does not draw the same numbers as the other ranks.
+    """Seed this rank's random generators randomly, so that it does not draw the same numbers as the other ranks.
 
-    Ranks that are forked have their parent's random state. Under torchrun, where each rank is a program of its own, a
-    generator that nobody seeds is different on each rank; so a forked rank gets a random seed, too. Python's ``random``
-    needs none, because Python itself seeds it anew after a fork.
+    Under torchrun, each rank is a program of its own, so a generator that nobody seeds is different on each rank.
+    Ranks that are forked would all have their parent's state. Python's ``random`` is left out, because Python itself
+    seeds it anew after a fork.
     """
     import torch
 
@@ -299,11 +307,11 @@ def draw_own_numbers() -> None:
 
 
 def share_cores(world_size: int) -> None:
-    """Give this rank its share of the cores, or fewer threads if OMP_NUM_THREADS asks for fewer."""
+    """Let this rank compute on its share of the cores, or on fewer threads if OMP_NUM_THREADS asks for fewer."""
     import torch
 
     threads = usable_cores() // world_size
-    limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # it may have a number for each nested level
+    limit, _, _ = os.environ.get("OMP_NUM_THREADS", "").partition(",")  # it may be "4,2", for nested parallel regions
     if limit.isdigit():
         threads = min(threads, int(limit))
     threads = max(1, threads)
@@ -312,9 +320,10 @@ def share_cores(world_size: int) -> None:
 
 
 def wait_for_gpu(device: Any) -> None:
-    """Wait for what the function has left to its GPU, so that an error or a hang there is one of this call.
+    """Wait until this rank's GPU, a torch.device, has done all that the function has started there.
 
-    NCCL's collectives and CUDA's kernels run after the call that starts them has returned. ``device``: a torch.device.
+    NCCL's collectives and CUDA's kernels run after the call that starts them has returned. If one fails or hangs, the
+    error has to belong to this ``launch``, and not to a later one.
     """
     import torch
 
@@ -411,11 +420,13 @@ def describe(error: BaseException) -> Failure:
     formatter = traceback.TracebackException.from_exception(error)
     line_that_raised = innermost_line(formatter.stack)
     chain = linked_exceptions(formatter)
+    files = set()  # whose names the traceback shows
     for exception in chain:
         while len(exception.stack) > 1 and is_launchers(exception.stack[0]):
             del exception.stack[0]
+        for frame in exception.stack:
+            files.add(frame.filename)
     text = "".join(formatter.format())
-    files = {frame.filename for exception in chain for frame in exception.stack}
     for file in files:
         text = text.replace(f'File "{file}"', f'File "{short_name(file)}"')
     return Failure(
@@ -428,9 +439,9 @@ def describe(error: BaseException) -> Failure:
 
 
 def innermost_line(stack: Iterable[traceback.FrameSummary]) -> str:
-    """The innermost line of the user's code in a stack, in words; else that of a library, or "" if there is none.
+    """The innermost line of the user's code in a stack, in words such as ``line 3 of step: loss = f(x)``.
 
-    In words it is ``line 3 of step: loss = f(x)``.
+    If the stack has no such line, it is the innermost line of a library, and if it has none either, "".
     """
     innermost_of_user = None
     innermost_of_all = None
@@ -448,7 +459,7 @@ def innermost_line(stack: Iterable[traceback.FrameSummary]) -> str:
 
 
 def linked_exceptions(last: traceback.TracebackException) -> list[traceback.TracebackException]:
-    """An exception, those that it was raised from or while handling, those from which these came, and so on."""
+    """An exception and all that led to it: those that it was raised from, or while handling them, and so on."""
     linked = []
     to_follow = [last]
     while to_follow:
@@ -466,7 +477,7 @@ def is_lost_connection(message: str) -> bool:
 
 
 def is_launchers(frame: traceback.FrameSummary) -> bool:
-    """Whether a frame is of a file in this folder, which launches the user's function."""
+    """Whether a frame of a traceback is in a file of this folder, and so belongs to the launcher, not to the user."""
     return os.path.dirname(frame.filename) == os.path.dirname(__file__)
 
 
@@ -495,6 +506,6 @@ def short_name(filename: str) -> str:
 
 
 def is_library(filename: str) -> bool:
-    """Whether a file belongs to an installed package, to Python or to this package, and not to the reader."""
+    """Whether a file belongs to an installed package, to Python or to ``helpers``, and not to the user."""
     folders = tuple(folder + os.sep for folder in (*LIBRARIES, PACKAGE))
     return filename.startswith(("<frozen", *folders))

@@ -17,7 +17,8 @@ from helpers.ranks import processes
 from helpers.ranks.ports import LOOPBACK
 from helpers.ranks.rank import usable_cores
 
-# The system picks the store's port. The address is a number: --standalone would need the host's name to resolve.
+# Options of torchrun for ranks on one machine. Port 0 lets the system pick a free port for the store. The address is
+# given as a number, because --standalone would use the host's name, which may not resolve.
 ON_THIS_MACHINE = ("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1")
 INTERRUPTED = 130  # the exit status that shells give to a command that Ctrl-C ended: 128 and the number of SIGINT
 
@@ -92,9 +93,11 @@ def run(script: Path, nproc: int, flags: Sequence[str]) -> int:
         torchrun([*options, str(script), *flags])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        ended = f"with status {failure.exitcode}"
-        if failure.exitcode < 0:
+        was_killed = failure.exitcode < 0
+        if was_killed:
             ended = f"by {failure.signal_name()}"
+        else:
+            ended = f"with status {failure.exitcode}"
         print(f"error: rank {rank} ended {ended}; what the ranks said is above.", file=sys.stderr)
         return 1
     return 0

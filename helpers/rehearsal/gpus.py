@@ -35,11 +35,16 @@ SUCCESS = 0  # what the functions of CUDA's runtime return
 
 
 def returning(value: Any) -> Callable[..., Any]:
-    """A function that takes any arguments and always returns this value, to stand for one of torch.cuda.
+    """Make a function that takes any arguments and returns this value. It takes the place of one of torch.cuda.
 
-    It is a new one each time, because torch._dynamo wants that.
+    Each name of torch.cuda gets a function of its own: torch._dynamo has a rule for each name, and raises an error if
+    one function has two different rules.
     """
-    return lambda *args, **kwargs: value
+
+    def return_value(*args: Any, **kwargs: Any) -> Any:
+        return value
+
+    return return_value
 
 
 class Stream:
@@ -212,12 +217,13 @@ def get_rng_state(device: Device = None) -> torch.Tensor:
 def set_rng_state(state: torch.Tensor, device: Device = None) -> None:
     """torch.cuda.set_rng_state, for a state that ``get_rng_state`` has returned.
 
-    A state of 16 bytes is one of these. A longer one is that of a CPU's generator, and is left.
+    Such a state has 16 bytes. A longer one comes from a CPU's generator, and changes nothing here.
     """
-    if state.numel() == 16:
-        seed, offset = state.cpu().view(torch.int64).tolist()
-        Node.random_seed = seed
-        Node.random_offset = offset
+    if state.numel() != 16:
+        return
+    seed, offset = state.cpu().view(torch.int64).tolist()
+    Node.random_seed = seed
+    Node.random_offset = offset
 
 
 def set_sync_debug_mode(debug_mode: int | str) -> None:
@@ -394,7 +400,9 @@ def patch_torch_cuda() -> None:
     }
     submodules = (torch.cuda.graphs, torch.cuda.memory, torch.cuda.profiler, torch.cuda.random, torch.cuda.streams)
     for module in (torch.cuda, *submodules):
-        replace(module, **{name: stub for name, stub in stubs.items() if hasattr(module, name)})
+        for name, stub in stubs.items():
+            if hasattr(module, name):
+                setattr(module, name, stub)
     replace(torch, Stream=AnyStream, Event=AnyEvent)
     Node.initialized = False  # the generators above have used the GPUs, and the script has not
 
@@ -413,7 +421,8 @@ def patch_accelerator() -> None:
         "synchronizeDevice": synchronize,
         "isAllocatorInitialized": returning(False),
     }
-    replace(torch._C, **{f"_accelerator_{name}": stub for name, stub in accelerator.items()})
+    for name, stub in accelerator.items():
+        setattr(torch._C, f"_accelerator_{name}", stub)
     # FSDP's mesh and the backend of a process group ask these functions.
     replace(torch._C, _get_accelerator=lambda check=None: gpu, _cuda_getDevice=lambda: Node.current)
     replace(torch._C, _cuda_setDevice=exchange)

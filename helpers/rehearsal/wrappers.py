@@ -35,6 +35,9 @@ class Buckets:
 
 
 ORIGINAL_APPLY: Any = nn.Module._apply
+ORIGINAL_BACKWARD: Any = torch.autograd._engine_run_backward
+ORIGINAL_DDP_FORWARD: Any = DistributedDataParallel.forward
+ORIGINAL_DDP_INIT: Any = DistributedDataParallel.__init__
 ORIGINAL_GROUPING: Any = torch._C._group_tensors_by_device_and_dtype
 DDP_GROUPS: list[Any] = []  # the pretended NCCL of each DDP model
 BUCKETS: dict[nn.Module, Buckets] = {}  # of each DDP model, for the report
@@ -55,52 +58,59 @@ def patch_ddp() -> None:
     """Let DDP work with pretended tensors, count its all-reduces, and say who did not come to them.
 
     DDP averages gradients in C++, during the backward pass. So its constructor, its forward pass and the function that
-    starts every backward pass are wrapped.
+    starts every backward pass are replaced.
     """
-    original_init = DistributedDataParallel.__init__
-    original_forward = DistributedDataParallel.forward
-    original_backward: Any = torch.autograd._engine_run_backward
-
-    def init(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        """DDP's constructor, which also keeps the group, whose ranks may be missing in a backward pass."""
-        # DDP's C++ makes buckets on the CPU. Gradients that are views of the buckets would be CPU tensors.
-        kwargs["gradient_as_bucket_view"] = False
-        original_init(self, module, *args, **kwargs)
-        pretended_nccl = nccl.nccl_of(self.process_group)
-        if pretended_nccl is not None and pretended_nccl not in DDP_GROUPS:
-            DDP_GROUPS.append(pretended_nccl)
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """DDP's forward pass, at which the ranks compare what DDP will do in C++."""
-        pretended_nccl = nccl.nccl_of(self.process_group)
-        if pretended_nccl is None:  # DDP over gloo alone: nothing is pretended
-            return original_forward(self, *args, **kwargs)
-        # In DDP's join a rank without inputs takes part as well, in C++, where it cannot announce its calls.
-        if self.will_sync_module_buffers() and not self._join_config.enable:
-            pretended_nccl.announce("DDP's broadcast of buffers")
-        with explained([pretended_nccl]):
-            output = original_forward(self, *args, **kwargs)
-        averages_gradients = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if averages_gradients:
-            count_reduction(self, pretended_nccl, output)
-        return output
-
-    def run_backward(*args: Any, **kwargs: Any) -> Any:
-        # A backward pass does not say which models it comes through, so all groups of DDP are asked.
-        with explained(DDP_GROUPS):
-            return original_backward(*args, **kwargs)
-
-    replace(DistributedDataParallel, __init__=init, forward=forward)
+    replace(DistributedDataParallel, __init__=init_ddp, forward=forward_of_ddp)
     replace(torch.autograd, _engine_run_backward=run_backward)
     for name in ("buffer", "gradients"):  # methods by which a comm hook gets a bucket's tensors
         replace(dist.GradBucket, **{name: of_this_gpu(getattr(dist.GradBucket, name))})
 
 
+def init_ddp(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+    """In the place of DDP's constructor. It also keeps the model's group for ``run_backward``.
+
+    DDP's C++ makes its buckets on the CPU. If the gradients were views of the buckets, they would be CPU tensors, so
+    they are not, whatever the script asks for.
+    """
+    kwargs["gradient_as_bucket_view"] = False
+    ORIGINAL_DDP_INIT(self, module, *args, **kwargs)
+    pretended_nccl = nccl.nccl_of(self.process_group)
+    if pretended_nccl is not None and pretended_nccl not in DDP_GROUPS:
+        DDP_GROUPS.append(pretended_nccl)
+
+
+def forward_of_ddp(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """In the place of DDP's forward pass, at which the ranks compare what DDP will do in C++."""
+    pretended_nccl = nccl.nccl_of(self.process_group)
+    if pretended_nccl is None:  # DDP over gloo alone: nothing is pretended
+        return ORIGINAL_DDP_FORWARD(self, *args, **kwargs)
+    # In DDP's join a rank without inputs takes part as well, in C++, where it cannot announce its calls.
+    is_in_join = self._join_config.enable
+    if self.will_sync_module_buffers() and not is_in_join:
+        pretended_nccl.announce("DDP's broadcast of buffers")
+    with explained([pretended_nccl]):
+        output = ORIGINAL_DDP_FORWARD(self, *args, **kwargs)
+    averages_gradients = torch.is_grad_enabled() and self.require_backward_grad_sync
+    if averages_gradients:
+        count_reduction(self, pretended_nccl, output)
+    return output
+
+
+def run_backward(*args: Any, **kwargs: Any) -> Any:
+    """In the place of the function with which torch starts a backward pass.
+
+    A backward pass does not say through which models it goes. So if it loses a peer, all groups of DDP models are asked
+    which ranks did not come.
+    """
+    with explained(DDP_GROUPS):
+        return ORIGINAL_BACKWARD(*args, **kwargs)
+
+
 @contextlib.contextmanager
 def explained(groups: list[Any]) -> Iterator[None]:
-    """A context for calls of DDP: if its C++ loses a peer there, it raises which ranks of a group did not come.
+    """A context for calls of DDP. If its C++ loses a peer there, the error says which ranks of a group did not come.
 
-    ``groups`` are the pretended NCCLs that may have lost the peer. Other errors pass.
+    ``groups`` are the pretended NCCLs that may have lost the peer. Any other error is raised as it is.
     """
     try:
         yield

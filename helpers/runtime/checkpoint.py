@@ -101,9 +101,9 @@ def save_file(state: Any, path: str | Path) -> None:
 
 
 def load_file(path: str | Path) -> Any:
-    """What ``save_file`` wrote, with its tensors on the CPU.
+    """Load what ``save_file`` wrote, with its tensors on the CPU.
 
-    A file cannot make this execute code, and tensors are read when they are used.
+    A file cannot make this execute code. Tensors are read only when they are used.
     Raises CheckpointError for a file that is missing or damaged, or asks for code.
     """
     try:
@@ -330,7 +330,7 @@ def latest_good(folder: str | Path) -> Path | None:
 
 
 def find_latest_good(folder: Path) -> Path | None:
-    """What ``latest_good`` returns, on one rank. Prints which ones it has skipped."""
+    """Find the checkpoint of ``latest_good``, on one rank; print which were skipped."""
     if not folder.is_dir():
         raise CheckpointError(
             f"There is no folder {folder}.\nCorrect its name, or: mkdir -p {folder}"
@@ -363,7 +363,7 @@ def verify(path: str | Path) -> None:
 
 
 def changed_bytes(path: Path) -> str | None:
-    """Says which of a checkpoint's files has another hash than was saved, or None."""
+    """Say which of a checkpoint's files has other bytes than were saved, or None."""
     manifest = json.loads((path / MANIFEST).read_bytes())
     files = [path / name for name in manifest]
     with ThreadPoolExecutor() as threads:  # hashing releases the interpreter's lock

@@ -11,11 +11,12 @@ import torch.distributed as dist
 
 
 class StopRequest:
-    """Notes SIGTERM and SIGUSR1 on each rank; make it on every rank.
+    """Lets all ranks stop at the same step after a scheduler's SIGTERM or SIGUSR1.
 
-    A scheduler signals some ranks earlier than others. A rank that stopped by itself
-    would leave the others waiting in a collective, so the ranks agree on a step: once
-    a step they reduce the number of the signal that they got, and 0 is none.
+    Make one on every rank. A scheduler signals some ranks earlier than others. A rank
+    that stopped by itself would leave the others waiting in a collective, so the ranks
+    agree: once a step they all-reduce the number of the signal that they have got,
+    which is 0 if there was none.
     """
 
     signals = (signal.SIGTERM, signal.SIGUSR1)
@@ -47,31 +48,35 @@ class StopRequest:
         cls.received = int(number)
 
     def agreed(self) -> str | None:
-        """The signal's name, from the same call on every rank on, or None.
+        """The name of the signal that a rank has got, such as "SIGUSR1", or None.
 
-        Call it once a step, on every rank. A call reads the all-reduce that the call
-        before has started, and that has usually ended. So the ranks stop a step later
-        than they could, but no step has to wait for the network.
+        Call it once a step, on every rank: all ranks get the name in the same step.
+        A call reads the all-reduce that the call before has started, and that has
+        usually ended. So the ranks stop a step later than they could, but no step has
+        to wait for the network.
         """
         if self.answer() is None:
             self.ask()
         return self.signal_name
 
     def agreed_now(self) -> str | None:
-        """As ``agreed``, but it waits for all ranks, and counts what they know now."""
+        """As ``agreed``, but wait for all ranks, and count what has just come."""
         if self.answer() is None:
             self.ask()
         return self.answer()
 
     def ask(self) -> None:
-        """Start to find out which signal the ranks have got."""
+        """Start the all-reduce that finds out which signal the ranks have got."""
         self.highest_number = torch.tensor(self.received)
         self.reduction = dist.all_reduce(
             self.highest_number, dist.ReduceOp.MAX, group=self.group, async_op=True
         )
 
     def answer(self) -> str | None:
-        """The signal's name, as far as the ranks have asked for it, or None."""
+        """Wait for the all-reduce that ``ask`` has started; return the signal's name.
+
+        None says that no rank had got a signal when it asked.
+        """
         if self.reduction is not None:
             self.reduction.wait()
             self.reduction = None

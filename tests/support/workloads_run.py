@@ -1,17 +1,20 @@
-"""Chapter 11's script with a workload's functions in place of its own, and a probe that notes every loss.
+"""Chapter 11's script with a workload's functions in place of its own, and a probe that records every loss.
 
 A workload is a file of ``workloads/``: each of its top-level functions replaces the script's function of that name, and
 what else it defines and imports is added. The probe writes a JSON line for each call of ``loss_sums``, and does what
-the environment variable MISCHIEF asks for: ``poison [true, 4]`` makes the fourth batch of training nan on rank 0,
-``stop [false, 1]`` stops the job in the first batch of a validation, ``stop_in_save`` in a save.
+the environment variable MISCHIEF asks for. A call is named by whether it is of training, and by its number:
+
+- ``poison [true, 4]`` makes the fourth batch of training nan on rank 0;
+- ``stop [false, 1]`` stops the job in the first batch of a validation;
+- ``stop_in_save`` stops it in a save.
 """
 
 import ast
 import json
 import re
-from collections import defaultdict
 from pathlib import Path
 
+import scripting
 import torch
 from forked import Forked, script_on_ranks
 
@@ -19,8 +22,8 @@ WORKLOADS = Path(__file__).parent / "workloads"
 PROBE = '''
 loss_sums_of_workload = loss_sums
 torch_save = torch.save
-calls = {True: 0, False: 0}  # of loss_sums, in training and in validations
-mischief, _, moment = os.environ["MISCHIEF"].partition(" ")
+num_calls = {True: 0, False: 0}  # of loss_sums, in training and in validations
+mischief, _, moment = os.environ["MISCHIEF"].partition(" ")  # such as "poison" and "[true, 4]"
 
 
 def stop_the_job():
@@ -31,25 +34,45 @@ def stop_the_job():
         time.sleep(0.01)
 
 
+def nan_if_float(value):
+    """A tensor of floats becomes nan, and anything else stays as it is."""
+    if torch.is_tensor(value) and value.is_floating_point():
+        return value * math.nan
+    return value
+
+
+def as_float(number):
+    return float(torch.as_tensor(number).detach())
+
+
 def loss_sums(model, batch, args):
-    """The workload's, noted in full precision; then the mischief that the environment asks for."""
-    calls[model.training] += 1
-    now = os.environ["RANK"] == "0" and moment == json.dumps([model.training, calls[model.training]])
-    if now and mischief == "poison":
-        batch = tree_map(lambda x: x * math.nan if torch.is_tensor(x) and x.is_floating_point() else x, batch)
+    """Call the workload's loss_sums, write what it returned to a file of this rank, and do the mischief."""
+    num_calls[model.training] += 1
+    is_moment = json.dumps([model.training, num_calls[model.training]]) == moment
+    asked_for = None
+    if is_moment and os.environ["RANK"] == "0":
+        asked_for = mischief
+
+    if asked_for == "poison":
+        batch = tree_map(nan_if_float, batch)
     sums = loss_sums_of_workload(model, batch, args)
-    if model.training and not torch.is_grad_enabled():
-        return sums  # the forward that only counts, of a loss with several terms
-    numbers = {name: tree_map(lambda x: float(torch.as_tensor(x).detach()), pair) for name, pair in sums.items()}
+    only_counts = model.training and not torch.is_grad_enabled()
+    if only_counts:
+        # For a loss of several terms, the trainer calls loss_sums once more, without gradients, to add up its counts.
+        return sums
+
+    record = {"training": model.training, "sums": tree_map(as_float, sums)}
     with open(f"{os.environ['PROBE']}.{os.environ['RANK']}", "a") as file:
-        print(json.dumps({"training": model.training, "sums": numbers}), file=file)
-    if now and mischief == "poison":
+        print(json.dumps(record), file=file)
+
+    if asked_for == "poison":
         total, count = sums["loss"]
         sums["loss"] = (total * math.nan, count)
-    if now and mischief == "stop":
+    if asked_for == "stop":
         from psutil import Process
 
-        for worker in Process().children():  # torchrun signals process groups; the agent that forks does not
+        # torchrun signals the process groups of its ranks, with their workers. The agent that forks does not.
+        for worker in Process().children():
             worker.terminate()
         stop_the_job()
     return sums
@@ -66,33 +89,42 @@ torch.save = save_with_mischief
 
 '''
 
-# An agent that forks its ranks, and was signalled, waits for their end, and they wait until it takes their result.
-LEAVE = """    if os.environ["MISCHIEF"].startswith("stop"):
+# The last lines of the script. A rank that was stopped must exit here: an agent that forks its ranks, and got a signal,
+# waits for them to end, while they wait for it to take their result.
+EXIT_IF_STOPPED = """    if os.environ["MISCHIEF"].startswith("stop"):
         os._exit(0)
 """
 
 
 def with_workload(script, workload):
-    """The text of a script with a workload's functions in place of its own, and with the probe."""
+    """The text of a script with a workload's functions in place of its own, and with the probe.
+
+    The workload's other statements, such as imports and classes, go before the script's first function.
+    """
     script_lines = script.splitlines(keepends=True)
     workload_lines = workload.splitlines(keepends=True)
-    functions = {node.name: node for node in ast.parse(script).body if isinstance(node, ast.FunctionDef)}
-    first_function = first_line(next(iter(functions.values())))
+    functions = [node for node in ast.parse(script).body if isinstance(node, ast.FunctionDef)]
+    names = {function.name for function in functions}
+
     replacements = {}
     additions = []
     for node in ast.parse(workload).body:
         text = "".join(workload_lines[first_line(node) - 1 : node.end_lineno]) + "\n"
-        if isinstance(node, ast.FunctionDef) and node.name in functions:
+        is_docstring = isinstance(node, ast.Expr)
+        if isinstance(node, ast.FunctionDef) and node.name in names:
             replacements[node.name] = text
-        elif not isinstance(node, ast.Expr):  # the docstring
+        elif not is_docstring:
             additions.append(text)
+
     # The last function is replaced first, because a replacement moves the lines that follow it.
-    for name, node in reversed(functions.items()):
-        if name in replacements:
-            script_lines[first_line(node) - 1 : node.end_lineno] = [replacements[name]]
-    script_lines[first_function - 1 : first_function - 1] = additions
-    last_lines = 'if __name__ == "__main__":'
-    return "".join(script_lines).replace(last_lines, PROBE + last_lines) + LEAVE
+    for function in reversed(functions):
+        if function.name in replacements:
+            script_lines[first_line(function) - 1 : function.end_lineno] = [replacements[function.name]]
+    before_functions = first_line(functions[0]) - 1
+    script_lines[before_functions:before_functions] = additions
+
+    main_guard = 'if __name__ == "__main__":'
+    return "".join(script_lines).replace(main_guard, PROBE + main_guard) + EXIT_IF_STOPPED
 
 
 def first_line(node):
@@ -102,12 +134,15 @@ def first_line(node):
 
 
 class Run:
-    """A run of a script on some ranks, which are forked: it starts at once, and ``end`` waits."""
+    """A run of a script on forked ranks. It starts at once; ``end`` waits for its end, and then the results are there.
+
+    ``out`` is what the run printed. The other results are read from the files of the probe, one for each rank.
+    """
 
     def __init__(self, script, ranks, environment, *flags, mischief=""):
         flags = [str(flag) for flag in flags]
-        number = len(list(script.parent.iterdir()))
-        self.probe = script.parent / f"probe{number}"
+        number_of_files = len(list(script.parent.iterdir()))
+        self.probe = script.parent / f"probe{number_of_files}"  # a name that no earlier run has taken
         self.probe.touch()
         self.ranks = ranks
         self.accumulate = 1
@@ -117,61 +152,82 @@ class Run:
         self.fork = Forked(script_on_ranks(script, ranks, *flags), variables)
 
     def end(self, timeout=240, ok=True):
-        """Wait. With ``ok`` the run has to succeed."""
-        self.status, self.out, self.errors, self.left = self.fork.end(timeout)
-        story = f"{self.status} {self.left}\n{self.out}{self.errors}"
-        assert not self.left, story
+        """Wait for the end. No process may be left; with ``ok`` the run also has to succeed, without a warning."""
+        status, self.out, errors, left = self.fork.end(timeout)
+        report = f"{status} {left}\n{self.out}{errors}"
+        assert not left, report
         if ok:
-            assert self.status == 0 and not re.search(r"\w+Warning\b", self.errors), story  # Python's, not DDP's
+            warning = re.search(r"\w+Warning\b", errors)  # "UserWarning" and the like of Python, not DDP's "Warning:"
+            assert status == 0 and not warning, report
         return self
 
     def calls(self, training):
-        """[[{name: [sum, count]} of each call of loss_sums] of each rank]."""
-        notes = []
+        """What ``loss_sums`` returned in training, or in validations: for each rank a list of {name: [sum, count]}."""
+        calls_of_ranks = []
         for rank in range(self.ranks):
+            calls = []
             path = Path(f"{self.probe}.{rank}")
-            lines = []
             if path.exists():
-                lines = path.read_text().splitlines()
-            notes.append([json.loads(line) for line in lines])
-        return [[note["sums"] for note in rank if note["training"] == training] for rank in notes]
+                for line in path.read_text().splitlines():
+                    record = json.loads(line)
+                    if record["training"] == training:
+                        calls.append(record["sums"])
+            calls_of_ranks.append(calls)
+        return calls_of_ranks
 
     def losses(self):
-        """The true loss of each step: all sums / all counts. A loss of several terms is the sum of their means."""
-        ranks = [[call["loss"] for call in rank] for rank in self.calls(training=True)]
-        assert len({len(rank) for rank in ranks}) == 1
+        """The true loss of each step: all sums / all counts of its micro-batches on all ranks.
+
+        If the loss has several terms, it is the sum of their means.
+        """
+        calls_of_ranks = self.calls(training=True)
+        num_calls = len(calls_of_ranks[0])
+        assert all(len(calls) == num_calls for calls in calls_of_ranks)
+
         losses = []
-        for first in range(0, len(ranks[0]), self.accumulate):
-            pairs = []
-            for rank in ranks:
-                pairs += [
-                    loss if isinstance(loss[0], list) else [loss] for loss in rank[first : first + self.accumulate]
-                ]
-            totals = torch.tensor(pairs, dtype=torch.float64).sum(0)  # [terms, 2]
-            losses.append((totals[:, 0] / totals[:, 1]).sum().item())
+        for first in range(0, num_calls, self.accumulate):
+            terms_of_step = []  # [ranks * micro-batches, terms, 2]
+            for calls in calls_of_ranks:
+                for call in calls[first : first + self.accumulate]:
+                    terms_of_step.append(terms_of(call["loss"]))
+            sums, counts = torch.tensor(terms_of_step, dtype=torch.float64).sum(dim=0).T  # [terms] each
+            losses.append((sums / counts).sum().item())
         return losses
 
-    def console(self):
-        """{step: the loss that was printed}."""
-        lines = [line.split(": loss ") for line in self.out.splitlines() if ": loss " in line]
-        return {int(head.removeprefix("step ")): float(rest.split(",")[0]) for head, rest in lines}
+    def printed_losses(self):
+        """{step: loss} of the lines that the run printed, such as ``step 3: loss 1.25, norm 0.5``."""
+        losses = {}
+        for line in self.out.splitlines():
+            match = re.match(r"step (\d+): loss ([^,]+)", line)
+            if match:
+                losses[int(match[1])] = float(match[2])
+        return losses
 
     def result(self):
-        [line] = [line for line in self.out.splitlines() if line.startswith("result ")]
-        return json.loads(line.removeprefix("result "))
+        """The numbers that the run printed at its end: {name: number}."""
+        return scripting.result(self.out)
 
-    def validation(self):
-        """{name: (sum, count)} of the one validation of a run."""
-        totals = defaultdict(lambda: [0.0, 0.0])
-        for rank in self.calls(training=False):
-            for call in rank:
-                for name, (total, count) in call.items():
-                    totals[name][0] += total
-                    totals[name][1] += count
-        return dict(totals)
+    def validation_totals(self):
+        """{name: (sum, count)} over all batches and ranks, of a run with a single validation."""
+        sums = {}
+        counts = {}
+        for calls in self.calls(training=False):
+            for call in calls:
+                for name, (batch_sum, batch_count) in call.items():
+                    sums[name] = sums.get(name, 0.0) + batch_sum
+                    counts[name] = counts.get(name, 0.0) + batch_count
+        return {name: (sums[name], counts[name]) for name in sums}
+
+
+def terms_of(loss):
+    """The (sum, count) of each term of a loss, which ``loss_sums`` gives as one such pair or as a list of several."""
+    if isinstance(loss[0], (list, tuple)):
+        return loss
+    return [loss]
 
 
 def checkpoints(folder):
+    """The paths of a folder's checkpoints, the oldest first."""
     return sorted(Path(folder).glob("step_*.pt"))
 
 
@@ -186,6 +242,10 @@ def same_bits(one, other):
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-def gap(one, other):
-    """The largest relative difference of two lists of losses."""
-    return max(abs(a - b) / max(abs(b), 1e-9) for a, b in zip(one, other, strict=True))
+def relative_difference(losses, expected_losses):
+    """The largest of the relative differences of two lists of losses."""
+    differences = []
+    for loss, expected in zip(losses, expected_losses, strict=True):
+        scale = max(abs(expected), 1e-9)
+        differences.append(abs(loss - expected) / scale)
+    return max(differences)

@@ -40,16 +40,21 @@ PAIRS = [(lie, chapter) for lie in LIES.values() for chapter in lie.chapters]
 
 @dataclass(frozen=True)
 class Failure:
-    """A chapter's first failing cell. The kind "fault" means that the lie itself failed, so the run proves nothing."""
+    """How a chapter failed in which a bug, a lie, was planted.
 
-    cell: str  # its id
-    kind: str  # assert, error, hang, output, or fault
-    text: str  # what the cell said
+    ``kind`` says in which way its first failing cell failed: assert, error, hang or output. The kind "fault" says that
+    no cell noticed the bug, but that the run itself failed, for example because the bug could not be planted. Then it
+    is not known whether a cell would notice it.
+    """
+
+    cell: str  # the id of the cell
+    kind: str
+    text: str  # what the cell said, or why the run failed
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a run says of a lie: whether the chapter noticed it, and the row that the record has of it."""
+    """What a run shows of a lie: whether the chapter notices it, and the row that the record gets."""
 
     row: dict[str, str]  # {column: text}
     problem: str  # why the run does not show that the chapter notices the lie; empty if it does
@@ -68,10 +73,14 @@ class Section:
 
 
 def run(lie: Lie, chapter: str) -> Failure | None:
-    """Run a chapter with a planted bug, a lie, in a copy of the project; return its first failing cell, or None.
+    """Run a chapter with a planted bug, a lie, in a copy of the project, up to its first failing cell.
 
-    None says that all cells passed, so that no cell notices the bug. A Failure of the kind "fault" says that the run
-    proves nothing: for example, the chapter did not end, or the bug was not planted.
+    Returns
+
+    - None if all cells passed, so that no cell notices the bug;
+    - a Failure of the kind "fault" if the run itself failed: for example, the chapter did not end, or the bug was not
+      planted;
+    - otherwise the Failure that describes the failing cell.
     """
     with tempfile.TemporaryDirectory() as folder:
         project = copy_of_the_project(Path(folder, "book"))
@@ -116,7 +125,7 @@ def environment_of_run(
 
 
 def fault(text: str) -> Failure:
-    """The Failure of a run that proves nothing, with the reason. No cell of the chapter is to blame for it."""
+    """The Failure of a run that itself failed, for this reason. No cell of the chapter has to do with it."""
     return Failure(cell="", kind="fault", text=text)
 
 
@@ -150,10 +159,11 @@ def copy_of_the_project(folder: Path) -> Path:
 
 
 def notebook_of(chapter: str) -> Path:
-    """The notebook of a chapter's number, such as 04 or 10b, or of how its name begins, such as cheat_sheet."""
-    pattern = f"{chapter}*.ipynb"
+    """The file of a chapter's notebook. ``chapter`` is its number, such as 04 or 10b, or how its file's name begins."""
     if chapter[0].isdigit():
-        pattern = f"{chapter}_*.ipynb"
+        pattern = f"{chapter}_*.ipynb"  # so that 10 does not find 10b_checkpoints_in_practice.ipynb
+    else:
+        pattern = f"{chapter}*.ipynb"
     [path] = (ROOT / "notebooks").glob(pattern)
     return path
 
@@ -203,12 +213,12 @@ def section_of(nb: nbformat.NotebookNode, cell_id: str) -> Section:
     prose_before = prose_of(nb.cells[:index_of_cell])
     prose_after = prose_of(nb.cells[index_of_cell:])
 
-    # Listings, which stand between two lines of ```, are removed, because a comment in one begins with # as a heading
-    # does.
+    # Listings, from one line of ``` to the next, are removed, because a comment in them would look like a heading: both
+    # begin with #.
     without_listings = re.sub(r"(?ms)^```.*?^```", "", "\n".join(prose_before))
     headings = re.findall(r"(?m)^#+ (.*)$", without_listings)
     heading_above = headings[-1]
-    without_number = re.sub(r"^\d+\. ", "", heading_above)  # a chapter's title begins with its number
+    without_number = re.sub(r"^\d+\. ", "", heading_above)  # a chapter's title is "4. DistributedDataParallel"
     anchor = slugify(heading_above.replace("`", ""))
 
     # Of the prose, the nearest Markdown cell on each side. At the end of a chapter there may be none after the cell.
@@ -224,8 +234,12 @@ def prose_of(cells: list[nbformat.NotebookNode]) -> list[str]:
 
 
 def as_code(text: str, longest: int = LONGEST_QUOTE) -> str:
-    """A line of code, or of an error, as inline code for a page: cut, and without the path of this machine's Python."""
-    text = text.replace("`", "'").replace(f"{Path(sys.executable).parent}/", "")
+    """A piece of code or of an error's message as inline code for a page, on one line.
+
+    It is cut if it has more than ``longest`` characters, and the folder of this machine's Python is left out.
+    """
+    folder_of_python = f"{Path(sys.executable).parent}/"
+    text = text.replace("`", "'").replace(folder_of_python, "")
     text = " ".join(text.split())
     if len(text) > longest:
         text = text[: longest - 2].rstrip() + " …"
@@ -244,27 +258,27 @@ def read_record() -> list[dict[str, str]]:
 def label(chapter: str) -> str:
     """What the record calls a chapter: its number, such as 4 or 10b, or the name of a page of the appendix."""
     if chapter[0].isdigit():
-        return re.sub(r"^0(?=\d)", "", chapter)
+        return re.sub(r"^0(?=\d)", "", chapter)  # 4 for 04
     return chapter.replace("_", " ")
 
 
 def key(row: dict[str, str]) -> tuple[str, str]:
-    """What tells a row of the record from the others: (the lie's description, the chapter's label)."""
-    # "chapter 4" where no cell noticed the lie, or else a link: "[4, The heading](address)".
+    """The two things that only one row of the record has: (the lie's description, the chapter's label)."""
+    # The column is "chapter 4" if no cell noticed the lie, and otherwise a link: "[4, The heading](address)".
     [chapter] = re.findall(r"^(?:chapter |\[)([\w ]+)", row["Noticed in"])
     return row["The lie"], chapter
 
 
 def record(row: dict[str, str]) -> None:
     """Write a row to the record, in the order of the lies, and remove rows of lies that no longer exist."""
-    rows = {key(stored): stored for stored in read_record()}
-    rows[key(row)] = row  # in the place of the one that was stored
+    rows = {key(stored_row): stored_row for stored_row in read_record()}
+    rows[key(row)] = row  # It replaces the row of an earlier run.
     with RECORD.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         for lie, chapter in PAIRS:
             key_of_pair = (lie.description, label(chapter))
-            if key_of_pair in rows:  # not yet, if the lie is new
+            if key_of_pair in rows:  # A new lie may have no row yet.
                 writer.writerow(rows[key_of_pair])
 
 
@@ -278,7 +292,7 @@ def tell_lies(names: list[str], jobs: int) -> int:
     have a problem: no cell noticed the bug, or a cell about something else did, or the bug could not be planted.
     """
     chosen = [(lie, chapter) for lie, chapter in PAIRS if lie.name in names]
-    lies_with_problem = []  # a name for each run that has one, so the same lie may be in it twice
+    lies_with_problem = []  # their names, once for each run with a problem, so a lie may be there twice
     with ThreadPoolExecutor(jobs) as pool:
         runs = {}  # {the future of a run: its lie and its chapter}
         for lie, chapter in chosen:
@@ -296,9 +310,11 @@ def tell_lies(names: list[str], jobs: int) -> int:
 
 
 def show(lie: Lie, chapter: str, verdict: Verdict) -> None:
-    """Print in one line what the cell said, and the problem, if there is one, in a second."""
-    row = verdict.row
-    print(f"{lie.name}, chapter {chapter}: {row['Cell']} {row['By']} {row['What the cell said']}", flush=True)
+    """Print a line with what the cell said and, if there is a problem, a second one with the problem."""
+    cell = verdict.row["Cell"]
+    kind = verdict.row["By"]
+    text = verdict.row["What the cell said"]
+    print(f"{lie.name}, chapter {chapter}: {cell} {kind} {text}", flush=True)
     if verdict.problem:
         print(f"  {verdict.problem}", flush=True)
 
@@ -312,8 +328,11 @@ def main() -> int:
     for name in options.names:
         if name not in LIES:
             parser.error(f"there is no lie {name}; the lies are {', '.join(LIES)}")
-    problems = tell_lies(options.names or list(LIES), options.jobs)
-    return 1 if problems else 0
+    names = options.names or list(LIES)
+    num_problems = tell_lies(names, options.jobs)
+    if num_problems > 0:
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

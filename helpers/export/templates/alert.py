@@ -22,8 +22,8 @@ from pathlib import Path
 
 # A line of alive.log, for example: 2026-11-13T07:29:57 step 8000 seconds 2.0000
 LOG_LINE = re.compile(r"(\S+) step \d+ seconds (\d+\.\d+)")
-RECENT_LINES = 20  # so many lines say how fast the job is now
-SLOWER = 1.1  # times as long as on a good day: from here on, a step is slow
+RECENT_LINES = 20  # The last 20 lines say how fast the job is now.
+SLOWER = 1.1  # A step is slow if it takes more than 1.1 times as long as on a good day.
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Job:
 
 @dataclass
 class Limits:
-    """When a person wants to be told."""
+    """How much a person accepts before they want to be told."""
 
     step_seconds: float  # of a step on a good day
     save_hours: float  # the longest time between two checkpoints
@@ -66,15 +66,15 @@ class Limits:
 class Trouble:
     """What needs a person."""
 
-    name: str  # the same as long as the trouble lasts
-    text: str
+    name: str  # such as HANGS: the same as long as the trouble lasts
+    text: str  # what the person reads
 
 
 # ---- What is wrong with a job ----
 
 
 def find_troubles(job: Job, limits: Limits) -> list[Trouble]:
-    """All that needs a person, of what is known of a job."""
+    """Return all troubles of a job. A job that waits for nodes, or that trains, has none."""
     if job.entry is None:
         return [Trouble("ENDED", "it is not in the queue any more")]
     reason = job.entry.reason
@@ -92,7 +92,10 @@ def find_troubles(job: Job, limits: Limits) -> list[Trouble]:
 
 
 def find_silence(job: Job, started: datetime, limits: Limits) -> Trouble | None:
-    """No step since the start, or since the last line of the log, if that is later."""
+    """Return a trouble if the job has made no step for too long, or else None.
+
+    The time counts from the job's start, or from the log's last line, if that is later.
+    """
     last_sign = started
     if job.log:
         last_sign = max(started, job.log[-1].written)
@@ -105,7 +108,7 @@ def find_silence(job: Job, started: datetime, limits: Limits) -> Trouble | None:
 
 
 def find_slow_steps(job: Job, limits: Limits) -> Trouble | None:
-    """Recent steps take longer than on a good day."""
+    """Return a trouble if recent steps take longer than on a good day, or else None."""
     if job.log is None or len(job.log) < RECENT_LINES:
         return None
     # The median, not the mean, because one step that saves may take minutes.
@@ -116,7 +119,10 @@ def find_slow_steps(job: Job, limits: Limits) -> Trouble | None:
 
 
 def find_old_checkpoint(job: Job, started: datetime, limits: Limits) -> Trouble | None:
-    """No checkpoint for too long. A job that has just started is given its time."""
+    """Return a trouble if there is no new checkpoint for too long, or else None.
+
+    The time counts from the newest checkpoint, or from the start, if that is later.
+    """
     last_save = started
     if job.newest_save is not None:
         last_save = max(started, job.newest_save)
@@ -134,10 +140,10 @@ class SqueueFailed(Exception):
 
 
 def ask_squeue(job_id: str, pause: float) -> QueueEntry | None:
-    """The job's entry in the queue; None if Slurm does not know the job any more.
+    """Return the job's entry in the queue; None if Slurm does not know the job any more.
 
-    While Slurm's controller is busy, squeue fails. So it is asked three times, with a
-    pause in seconds. Raises SqueueFailed if all three fail.
+    squeue fails while Slurm's controller is busy. So it is asked up to three times, with
+    a pause of so many seconds. Raises SqueueFailed if it fails each time.
     """
     command = ["squeue", "--noheader", f"--jobs={job_id}", "--format=%T %S %r"]
     for _ in range(3):
@@ -151,7 +157,10 @@ def ask_squeue(job_id: str, pause: float) -> QueueEntry | None:
 
 
 def read_entry(text: str) -> QueueEntry | None:
-    """Read what squeue has printed: a state, a time and a reason, or nothing."""
+    """Read what squeue has printed, such as "PENDING N/A Priority"; None if it is empty.
+
+    In the place of N/A, a job that runs has the time of its start: 2026-11-13T07:29:57.
+    """
     if text.strip() == "":
         return None
     state, start, reason = text.strip().split(maxsplit=2)
@@ -162,19 +171,19 @@ def read_entry(text: str) -> QueueEntry | None:
 
 
 def read_log(path: Path) -> list[LogLine] | None:
-    """The lines of alive.log; None if there is no such file."""
+    """Read the lines of alive.log; return None if there is no such file."""
     if not path.exists():
         return None
     lines = []
     for text in path.read_text().splitlines():
         match = LOG_LINE.fullmatch(text)
-        if match:  # The last line may be written at this moment, and be half a line.
+        if match:  # The job may be writing the last line, which is not complete then.
             lines.append(LogLine(datetime.fromisoformat(match[1]), float(match[2])))
     return lines
 
 
 def find_newest_save(folder: Path) -> datetime | None:
-    """When the newest checkpoint was written; None if there is none."""
+    """Return when the newest checkpoint was written; None if there is none."""
     times = [path.stat().st_mtime for path in folder.glob("step_*")]
     if not times:
         return None
@@ -185,7 +194,10 @@ def find_newest_save(folder: Path) -> datetime | None:
 
 
 def print_news(job_id: str, troubles: list[Trouble], memory: Path) -> None:
-    """Print each trouble, unless the call before this one has found it, too."""
+    """Print each trouble that the call before this one has not found.
+
+    The file ``memory`` has the names of what that call has found, and then of these.
+    """
     known = []
     if memory.exists():
         known = memory.read_text().splitlines()

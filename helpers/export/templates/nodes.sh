@@ -17,12 +17,13 @@ export OMP_NUM_THREADS=1
 address=$(getent ahosts "$host" | head -n 1 | cut -d" " -f1)
 case $host/$address in
 127.*|localhost/*) ;;  # All nodes are this machine.
-*/127.*|*/::1|*/)
+*/127.*|*/::1|*/)  # HOST means this machine itself, or nothing.
   echo "$host means ${address:-nothing} on this node. Give the address of node 0." >&2
   exit 2 ;;
 esac
 
-# The address of this node, and its interface, on the network that leads to node 0.
+# The address of this node, and its interface, on the network that leads to node 0. The command `ip route get` prints,
+# for example: 10.0.0.1 dev eth0 src 10.0.0.2 uid 1000
 route=$(ip route get "$address")
 own=${route#* src }
 own=${own%% *}
@@ -34,7 +35,7 @@ static)  # Every node is told its number. A rank that fails ends the job.
   exec torchrun --nnodes={{ nodes }} --nproc-per-node={{ gpus_per_node }} --node-rank="$node" \
     --master-addr="$host" --master-port=29500 {{ file }}{{ backend }} "$@" ;;
 c10d)  # The nodes find their numbers at HOST. When a rank fails, all start again{% if resumes %}: give --checkpoint-dir and --resume{% endif %}.
-  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # without it, they may read dead ranks' addresses
+  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # Otherwise they may read the addresses of dead ranks.
   exec torchrun --nnodes={{ nodes }} --nproc-per-node={{ gpus_per_node }} --max-restarts=3 --rdzv-id={{ label }} \
     --rdzv-backend=c10d --rdzv-endpoint="$host:29500" --local-addr="$own" \
     --rdzv-conf=is_host="$((node == 0)),read_timeout={{ late }},join_timeout={{ late }}" \

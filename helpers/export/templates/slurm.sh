@@ -1,4 +1,4 @@
-# {{ batch_file }} reads this file. Its functions are for what is rare, but happens in a week on many nodes.
+# {{ batch_file }} reads this file. Its functions handle what is rare on one node, but happens every week on many nodes.
 # shellcheck shell=bash
 
 # Before the ranks start: forget how the last start of the job ended, and find the nodes.
@@ -24,7 +24,7 @@ begin() {
 # would end with TIMEOUT. So each rank also looks at the clock when it starts. Slurm may send the signal a minute early.
 find_stop_time() {
   local end seconds stop_at
-  unset STOP_AT  # sbatch copies the environment, so a job that another job submits would have that one's time
+  unset STOP_AT  # sbatch copies the environment, so a job that another job submits would have the other one's time
   end=$(SLURM_TIME_FORMAT=standard squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e)
   seconds=$(grep -o "USR1@[0-9]*" "$0" | head -n 1 | cut -d@ -f2)  # Slurm's copy of the batch file has your number
   if [[ $end == *-*T* ]]; then  # a job without a time limit has no such time
@@ -42,7 +42,7 @@ find_addresses() {
   local found
   for _ in 1 2 3; do
     found=$(scontrol --oneliner show node "$SLURM_JOB_NODELIST" | grep -o " NodeAddr=[^ ]*" | cut -d= -f2)
-    if [ "$(wc -w <<< "$found")" -eq "$SLURM_NNODES" ]; then  # with one too few, nodes would take others' addresses
+    if [ "$(wc -w <<< "$found")" -eq "$SLURM_NNODES" ]; then  # if one were missing, nodes would take others' addresses
       export ADDRESSES=$found
       return
     fi
@@ -53,7 +53,8 @@ find_addresses() {
   exit 1
 }
 
-# Run a Python script under one torchrun on each node. srun starts a shell there, which gets these functions as text.
+# Run a Python script under one torchrun on each node. The arguments are the script and its flags. srun starts a shell
+# on each node, which does not have these functions, so it gets them as text.
 on_all_nodes() {
   local functions names="start_node on_this_node name_network"
   names="$names note_failure first_failure errors_of_rank end_of last_words lost_a_peer"
@@ -64,8 +65,9 @@ on_all_nodes() {
     bash -c "$functions; start_node \"\$@\"" torchrun $NUMA_BINDING "$@"
 }
 
-# A node where the disk with the job's folder is away must not make a folder of its own, where nobody would look for its
-# logs. It waits before it ends, because srun ends the others then, and each such node should be named in the output.
+# Start the ranks of this node, if it sees the job's folder. A node that has lost the disk with this folder must not
+# make a folder of its own, where nobody would look for its logs. It waits before it ends, because srun then ends the
+# others, and each node that has lost the disk should be named in the output.
 start_node() {
   if ! [ -d "$JOB_FOLDER" ]; then
     echo "$SLURMD_NODENAME is in $PWD and does not see the job's folder $JOB_FOLDER."
@@ -76,8 +78,8 @@ start_node() {
   on_this_node "$@"
 }
 
-# By itself gloo may take the loopback, to which Debian gives the name of the machine. This names the network that leads
-# to another node.
+# Tell gloo which network leads to another node, whose address is the argument. By itself gloo may take the loopback,
+# because on Debian the machine's own name means the loopback.
 name_network() {
   local other route
   if [ -z "$1" ] || [ -n "${GLOO_SOCKET_IFNAME-}" ]; then  # there is no other node, or you have named the network
@@ -104,9 +106,10 @@ preflight() {
 }
 {% endif %}
 
-# When one node fails, the ranks of the others fail too, because they lose a connection. Note only the nodes that failed
-# by themselves: the root cause is there. Each node waits then, so that srun does not end another one before it is noted.
-# The note comes before the words, because a slow disk may take longer than the others wait.
+# Note that this node has failed by itself, and its last words. The argument is the node's folder of logs. When one node
+# fails, the ranks of the others fail too, because they lose a connection. Only a node that failed by itself is noted,
+# because the cause is there. Then each node waits, so that srun does not end another one before it has made its note.
+# The note comes before the words, because on a slow disk these may take longer than the others wait.
 note_failure() {
   local failure errors words
   failure=$(first_failure "$1")
@@ -126,18 +129,20 @@ note_failure() {
   sleep 5
 }
 
-# What torchrun said last of a rank that was the first of this node to fail: "failed (exitcode: -6) local_rank: 3".
+# Print what torchrun said of the rank that was the first of this node to fail, in the last of its starts. For example:
+# failed (exitcode: -6) local_rank: 3
 first_failure() {
   grep -o "failed (exitcode: .*local_rank: [0-9]*" "$1/torchrun.log" | tail -n 1
 }
 
-# The file of what a rank of this node has written to its stderr.
+# Print the name of the file with the stderr of a rank, in its last start. The arguments are the rank's number on this
+# node, and the node's folder of logs.
 errors_of_rank() {
   find "$2" -path "*/attempt_*/$1/stderr.log" -printf "%T@ %p\n" | sort -n | tail -n 1 | cut -d" " -f2-
 }
 
-# The end of a file, without lines that only surround an error: the stacks of C++ and of Python's faulthandler, and what
-# PyTorch advises after an error of CUDA. Only the end is read, because a progress bar may be one line of many MB.
+# Print the end of a file without lines that only surround an error: the stacks of C++ and of Python's faulthandler, and
+# what PyTorch advises after an error of CUDA. Only the end is read, because a progress bar may be one line of many MB.
 end_of() {
   local noise="frame #[0-9]+:|^#[0-9]+ |Exception raised from|terminate called|omitting python frames"
   noise="$noise|Search for .cuda|CUDA kernel errors might be|CUDA_LAUNCH_BLOCKING|TORCH_USE_CUDA_DSA"
@@ -145,8 +150,8 @@ end_of() {
   tail -c 200000 "$1" 2>/dev/null | tr "\r" "\n" | grep -avE "$noise"
 }
 
-# The last line of a file that names an error, or else the last line. Warnings do not count, because some come at the end
-# of Python. Those of c10d begin with [W and the date.
+# Print the last line of a file that names an error, or else the last line. Lines with warnings are left out, because
+# some warnings are printed when Python ends. Those of c10d begin with [W and the date.
 last_words() {
   local lines error
   lines=$(end_of "$1" | grep -aviE "warning|\[W[0-9]{4} ")
@@ -156,8 +161,9 @@ last_words() {
   echo "${error:-nothing}" | cut -c 1-300
 }
 
-# Whether the process with this file says that another one was gone, or did not come: in a hang, the healthy ranks are
-# those that reach a timeout. If a node does not come at all, it is torchrun on the healthy ones.
+# Whether the process that has written this file says that another process was gone, or did not come. In a hang, the
+# healthy ranks are those that reach a timeout. If a node does not come at all, torchrun reaches it on the healthy
+# nodes.
 lost_a_peer() {
   local gone="closed by peer|reset by peer|Broken pipe|likely closed|remote process exited"
   local late="Watchdog caught|Operation timed out|Timed out waiting|socket has timed out"
@@ -166,8 +172,8 @@ lost_a_peer() {
 }
 
 {% if resumes %}
-# A file in the job's folder is the switch for a colleague, who may not use scancel on this job. Without this function the
-# batch file would start the job again that the file has stopped.
+# End the job, with this status, if there is a file STOP in its folder. A colleague, who may not use scancel on this
+# job, stops the training by making this file. Without this function, the batch file would start the job again.
 end_if_switched_off() {
   if [ -e "$JOB_FOLDER/STOP" ]; then
     tell "it ends, because there is a file $JOB_FOLDER/STOP. To train again, remove the file and submit the job again."
@@ -175,10 +181,10 @@ end_if_switched_off() {
   fi
 }
 
-# Another start does not help against a wrong flag, and hardly against a loss that is not finite any more. The script says
-# so by a file, with its last words. Python ends with status 2 for a wrong flag, and then it does so on all nodes. It
-# also ends with 2 if it does not see the script. Where JOB_FOLDER is on another disk, that may be so on one node only,
-# and another start may do without this node.
+# End the job, with this status, if another start would probably fail in the same way. There are two such failures:
+# - The loss is not finite any more. The script then writes its last words to the file gave_up.
+# - A flag is wrong. Python then ends with status 2 on all nodes. It also ends with 2 if it does not see the script. If
+#   that is so on one node only, because JOB_FOLDER is on another disk, another start may do without this node.
 end_if_hopeless() {
   local refused
   refused=$(grep -lE "\(exitcode: 2\) local_rank: [0-9]+$" "$JOB_FOLDER"/logs/*/last_words 2>/dev/null | wc -l)
@@ -217,7 +223,7 @@ end() {
   exit "$1"
 }
 
-# Say what happened, in the output and to the command ON_CALL. That it fails must not end the job.
+# Say what happened, in the output and to the command ON_CALL. If this command fails, the job goes on all the same.
 tell() {
   local line="job $SLURM_JOB_ID ($SLURM_JOB_NAME): $1"
   echo "$line"
@@ -227,8 +233,9 @@ tell() {
 }
 {% if resumes %}
 
-# A failure is often one of the machine, so another start may help. But a third failure with the same newest checkpoint
-# ends the job, because a bug would use up the allocation. The second argument is why it failed, if no rank says it.
+# After a failure with this status: start again, because the machine is often the cause. But a third failure with the
+# same newest checkpoint ends the job, because otherwise a bug would use up the allocation. The second argument says why
+# the job failed, if no rank says it.
 after_failure() {
   local checkpoint nodes words
   checkpoint=$(newest_checkpoint)
@@ -244,19 +251,24 @@ after_failure() {
   fi
 }
 
-# The last words of the first of these nodes (n1,n2). If none has failed by itself: of the first node that has some.
+# Print the last words of the first of these nodes, which are a list such as n1,n2. If the list is empty, because no
+# node has failed by itself, print those of the first node that has some.
 words_of() {
   local node=${1%%,*}
   # shellcheck disable=SC2086  # a name, or a pattern for all names
   cat "$JOB_FOLDER"/logs/${node:-*}/last_words 2>/dev/null | head -n 1
 }
 
+# Print the path of the checkpoint with the highest step, such as trainer-4711/step_00000100; "nothing" if there is
+# none.
 newest_checkpoint() {
   local newest
   newest=$(find "$JOB_FOLDER" -maxdepth 1 -regextype egrep -regex ".*/step_[0-9]+(\.pt)?" | sort -V | tail -n 1)
   echo "${newest:-nothing}"
 }
 
+# Print the lines of the file `failures` about this newest checkpoint, one for each failure: its path, and the nodes
+# that failed.
 failures_at() {
   grep -F "$1 " "$JOB_FOLDER/failures"
 }

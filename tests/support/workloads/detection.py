@@ -1,14 +1,16 @@
-"""A detector: images of several sizes with 0 to 5 boxes. The classes of all cells count, and the boxes of some."""
+"""A detector of up to five boxes in images of several sizes. Its loss is the sum of two means, over cells and boxes."""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Dataset
 
-CELL = 4  # pixels
+CELL = 4  # pixels: the model has an output for each cell of 4 x 4 pixels
 
 
 class Images(Dataset):
+    """Samples {"image": [1, height, width], "boxes": [n, 4]}. A box is (y, x, height, width) in pixels."""
+
     def __init__(self, size):
         self.seeds = [1000 * size + i for i in range(size)]
 
@@ -17,16 +19,20 @@ class Images(Dataset):
 
     def __getitem__(self, index):
         generator = torch.Generator().manual_seed(self.seeds[index])
-        height, width = (CELL * torch.randint(2, 5, (2,), generator=generator)).tolist()
+        image_size = CELL * torch.randint(2, 5, (2,), generator=generator)  # [2]: height and width
+        height, width = image_size.tolist()
         image = 0.1 * torch.randn(1, height, width, generator=generator)
-        boxes = []
-        for _ in range(int(torch.randint(6, (), generator=generator))):
-            place = torch.rand(2, generator=generator) * torch.tensor([height, width])
-            box = torch.cat([place, 1 + 3 * torch.rand(2, generator=generator)])
-            y, x = box[:2].long()
-            image[0, y, x] += box[2:].sum()
-            boxes.append(box)
-        return {"image": image, "boxes": torch.stack(boxes) if boxes else torch.zeros(0, 4)}
+
+        num_boxes = int(torch.randint(6, (), generator=generator))
+        boxes = torch.zeros(num_boxes, 4)
+        for i in range(num_boxes):
+            corner = image_size * torch.rand(2, generator=generator)
+            box_size = 1 + 3 * torch.rand(2, generator=generator)
+            boxes[i] = torch.cat([corner, box_size])
+            # The pixel of the corner shows the model that a box is there, and how large it is.
+            y, x = corner.long()
+            image[0, y, x] += box_size.sum()
+        return {"image": image, "boxes": boxes}
 
 
 def load_data(args):
@@ -34,19 +40,33 @@ def load_data(args):
 
 
 def collate(samples):
-    """Images padded to one size [batch, 1, height, width], the cells that are real, and a list of boxes [n, 4]."""
-    height, width = (max(sample["image"].shape[i] for sample in samples) for i in (1, 2))
+    """Pad the images to one size, and mark the cells that are no padding.
+
+    - ``images``: [batch, 1, height, width]
+    - ``is_real``: [batch, height in cells, width in cells], 1 for a cell of an image and 0 for padding
+    - ``boxes``: a list with the boxes [n, 4] of each image
+    """
+    height = max(sample["image"].shape[1] for sample in samples)
+    width = max(sample["image"].shape[2] for sample in samples)
     images = torch.zeros(len(samples), 1, height, width)
-    are_real = torch.zeros(len(samples), height // CELL, width // CELL)
+    is_real = torch.zeros(len(samples), height // CELL, width // CELL)
+    boxes = []
     for i, sample in enumerate(samples):
-        _, own_height, own_width = sample["image"].shape
-        images[i, :, :own_height, :own_width] = sample["image"]
-        are_real[i, : own_height // CELL, : own_width // CELL] = 1
-    return {"images": images, "are_real": are_real, "boxes": [sample["boxes"] for sample in samples]}
+        image = sample["image"]
+        _, own_height, own_width = image.shape
+        images[i, :, :own_height, :own_width] = image
+        is_real[i, : own_height // CELL, : own_width // CELL] = 1
+        boxes.append(sample["boxes"])
+    return {"images": images, "is_real": is_real, "boxes": boxes}
 
 
 def build_model(args):
-    return nn.Sequential(nn.Conv2d(1, 8, CELL, stride=CELL), nn.ReLU(), nn.Conv2d(8, 5, 1))
+    """Five outputs for each cell: the logit of a box being there, and the box in units of a cell."""
+    return nn.Sequential(
+        nn.Conv2d(1, 8, kernel_size=CELL, stride=CELL),
+        nn.ReLU(),
+        nn.Conv2d(8, 5, kernel_size=1),
+    )
 
 
 def build_optimizer(model, args):
@@ -54,15 +74,24 @@ def build_optimizer(model, args):
 
 
 def loss_sums(model, batch, args):
-    outputs = model(batch["images"])
-    targets = torch.zeros_like(outputs[:, 0])
+    """Two terms: whether a box is there, averaged over all cells, and where it is, averaged over all boxes."""
+    outputs = model(batch["images"])  # [batch, 5, rows, columns]
+    logits = outputs[:, 0]
+
+    has_box = torch.zeros_like(logits)
     box_loss = outputs.new_zeros(())
     num_boxes = 0
     for i, boxes in enumerate(batch["boxes"]):
-        y, x = (boxes[:, :2] / CELL).long().T
-        targets[i, y, x] = 1
-        box_loss = box_loss + F.smooth_l1_loss(outputs[i, 1:, y, x].T, boxes / CELL, reduction="sum")
+        rows, columns = (boxes[:, :2] / CELL).long().T  # the cell of each box's corner
+        has_box[i, rows, columns] = 1
+        predicted_boxes = outputs[i, 1:, rows, columns].T  # [n, 4]
+        box_loss = box_loss + F.smooth_l1_loss(predicted_boxes, boxes / CELL, reduction="sum")
         num_boxes += len(boxes)
-    class_losses = F.binary_cross_entropy_with_logits(outputs[:, 0], targets, reduction="none")
-    classes = ((class_losses * batch["are_real"]).sum(), batch["are_real"].sum())
-    return {"loss": [classes, (box_loss, num_boxes)], "boxes": (box_loss, num_boxes)}
+
+    is_real = batch["is_real"]
+    cell_losses = F.binary_cross_entropy_with_logits(logits, has_box, reduction="none")
+    cell_loss = (cell_losses * is_real).sum()
+
+    term_of_cells = (cell_loss, is_real.sum())
+    term_of_boxes = (box_loss, num_boxes)
+    return {"loss": [term_of_cells, term_of_boxes], "boxes": term_of_boxes}

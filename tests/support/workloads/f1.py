@@ -1,4 +1,4 @@
-"""A rare class. Its F1 and recall are ratios of sums. The area under its curve is not, so there is ``evaluate``."""
+"""A rare class. Its F1 and recall are ratios of sums. The area under its ROC curve is not, so there is ``evaluate``."""
 
 import torch
 import torch.distributed as dist
@@ -10,8 +10,11 @@ from torch.utils.data import TensorDataset
 def load_data(args):
     generator = torch.Generator().manual_seed(6)
     inputs = torch.randn(83, 6, generator=generator)
-    targets = (inputs[:, 0] + 0.5 * torch.randn(83, generator=generator) > 0.5).float()
-    return TensorDataset(inputs[:60], targets[:60]), TensorDataset(inputs[60:], targets[60:])
+    noise = torch.randn(83, generator=generator)
+    targets = (inputs[:, 0] + 0.5 * noise > 0.5).float()  # 1 for the rare class, 0 for the other
+    train_set = TensorDataset(inputs[:60], targets[:60])
+    val_set = TensorDataset(inputs[60:], targets[60:])
+    return train_set, val_set
 
 
 def build_model(args):
@@ -24,26 +27,49 @@ def build_optimizer(model, args):
 
 def loss_sums(model, batch, args):
     inputs, targets = batch
-    logits = model(inputs)[:, 0]
-    found = logits > 0
-    true_positives = (found * targets).sum()
+    logits = model(inputs)[:, 0]  # [batch]
+    loss = F.binary_cross_entropy_with_logits(logits, targets, reduction="sum")
+
+    is_predicted = logits > 0
+    num_predicted = is_predicted.sum()
+    num_positives = targets.sum()
+    true_positives = (is_predicted * targets).sum()
     return {
-        "loss": (F.binary_cross_entropy_with_logits(logits, targets, reduction="sum"), len(targets)),
-        "f1": (2 * true_positives, found.sum() + targets.sum()),
-        "recall": (true_positives, targets.sum()),
+        "loss": (loss, len(targets)),
+        "f1": (2 * true_positives, num_predicted + num_positives),
+        "recall": (true_positives, num_positives),
     }
 
 
 def evaluate(model, batches, args):
-    """The part of the pairs of a positive and a negative in which the positive has the higher score."""
-    scores, targets = [], []
-    for inputs, own_targets in batches:
-        scores += model(inputs)[:, 0].tolist()
-        targets += own_targets.tolist()
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, (scores, targets))
-    pairs = [pair for scores, targets in of_ranks for pair in zip(scores, targets, strict=True)]
-    positives = [score for score, target in pairs if target]
-    negatives = [score for score, target in pairs if not target]
-    right = sum((p > n) + 0.5 * (p == n) for p in positives for n in negatives)
-    return {"auc": right / (len(positives) * len(negatives))}
+    """The area under the ROC curve: in which part of all pairs of a positive and a negative the positive scores higher.
+
+    A tie counts half. The two samples of a pair may be on different ranks, so the scores of all ranks are gathered.
+    """
+    scores = []
+    targets = []
+    for inputs, batch_targets in batches:
+        logits = model(inputs)[:, 0]
+        scores += logits.tolist()
+        targets += batch_targets.tolist()
+
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (scores, targets))
+    positives = []
+    negatives = []
+    for rank_scores, rank_targets in gathered:
+        for score, target in zip(rank_scores, rank_targets, strict=True):
+            if target == 1:
+                positives.append(score)
+            else:
+                negatives.append(score)
+
+    num_correct = 0.0
+    for positive in positives:
+        for negative in negatives:
+            if positive > negative:
+                num_correct += 1
+            elif positive == negative:
+                num_correct += 0.5
+    num_pairs = len(positives) * len(negatives)
+    return {"auc": num_correct / num_pairs}

@@ -1,16 +1,16 @@
-"""A GAN with a gradient penalty: both players descend in each step, the critic by RMSprop, the generator by Adam."""
+"""A GAN with a gradient penalty. Both players learn in each step, the critic by RMSprop and the generator by Adam."""
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset
 
 
-class Points(Dataset):
-    """Points on a circle, each with the noise from which the generator makes another one."""
+class Circle(Dataset):
+    """Points on a circle, each with the random numbers that the losses of its step need."""
 
     def __init__(self, size):
         angles = torch.linspace(0, 6.28, size)
-        self.points = torch.stack([angles.cos(), angles.sin()], dim=1)
+        self.points = torch.stack([angles.cos(), angles.sin()], dim=1)  # [size, 2]
 
     def __len__(self):
         return len(self.points)
@@ -23,12 +23,13 @@ class Players(nn.Module):
     def __init__(self):
         super().__init__()
         self.generator = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 2))
-        # Without a last bias: the loss is a difference of two scores, so its gradient would be rounding alone.
+        # The last layer has no bias: the loss is a difference of two scores, in which a bias would cancel out, so
+        # that its gradient would be rounding errors alone.
         self.critic = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1, bias=False))
 
 
-class Reversed(torch.autograd.Function):
-    """The same numbers, and the negative gradient."""
+class ReverseGradient(torch.autograd.Function):
+    """Return the input as it is, and send its gradient back with the opposite sign."""
 
     @staticmethod
     def forward(ctx, x):
@@ -39,27 +40,34 @@ class Reversed(torch.autograd.Function):
         return -grad
 
 
-class Both(torch.optim.Optimizer):
-    """Several optimizers behind one: they share its parameter groups and its state."""
+class BothOptimizers(torch.optim.Optimizer):
+    """One optimizer made of two, the critic's and the generator's. Each step is a step of both.
 
-    def __init__(self, *optimizers):
-        self.optimizers = optimizers
-        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
-        self.share()
+    The trainer schedules, saves and resumes a single optimizer, so this one has the parameter groups and the state
+    of both.
+    """
 
-    def share(self):
-        groups = iter(self.param_groups)
-        for optimizer in self.optimizers:
-            optimizer.param_groups = [next(groups) for _ in optimizer.param_groups]
-            optimizer.state = self.state
+    def __init__(self, critic, generator):
+        super().__init__(critic.param_groups + generator.param_groups, defaults={})
+        self.critic = critic
+        self.generator = generator
+        self.share_groups_and_state()
+
+    def share_groups_and_state(self):
+        """Let both optimizers work with this one's parameter groups and state. Each has a single group."""
+        critic_group, generator_group = self.param_groups
+        self.critic.param_groups = [critic_group]
+        self.generator.param_groups = [generator_group]
+        self.critic.state = self.state
+        self.generator.state = self.state
 
     def load_state_dict(self, state_dict):
-        super().load_state_dict(state_dict)
-        self.share()
+        super().load_state_dict(state_dict)  # makes new groups and a new state
+        self.share_groups_and_state()
 
     def step(self):
-        for optimizer in self.optimizers:
-            optimizer.step()
+        self.critic.step()
+        self.generator.step()
 
 
 def add_flags(add):
@@ -67,7 +75,7 @@ def add_flags(add):
 
 
 def load_data(args):
-    return Points(60), Points(23)
+    return Circle(60), Circle(23)
 
 
 def build_model(args):
@@ -77,21 +85,33 @@ def build_model(args):
 def build_optimizer(model, args):
     critic = torch.optim.RMSprop(model.critic.parameters(), args.lr / 10, eps=1e-3)
     generator = torch.optim.Adam(model.generator.parameters(), args.lr / 20, eps=1e-3)
-    return Both(critic, generator)
+    return BothOptimizers(critic, generator)
 
 
 def loss_sums(model, batch, args):
-    real = batch["real"]
+    """The critic minimizes ``fake_scores - real_scores`` and the penalty. The generator maximizes the difference."""
+    real = batch["real"]  # [batch, 2]
     fake = model.generator(batch["noise"])
-    mixed = (batch["mix"] * real + (1 - batch["mix"]) * fake.detach()).requires_grad_()
+    penalty = gradient_penalty(model, real, fake, batch["mix"])
+    fake_scores = model.critic(ReverseGradient.apply(fake))  # [batch, 1]
+    real_scores = model.critic(real)
+    loss = (fake_scores - real_scores).sum() + args.penalty * penalty
+    return {"loss": (loss, len(real)), "penalty": (penalty, len(real))}
+
+
+def gradient_penalty(model, real, fake, mix):
+    """How far the critic's slope is from 1 between real and fake points (Gulrajani et al. 2017), summed up."""
+    between = mix * real + (1 - mix) * fake.detach()
+    between.requires_grad_()
     with torch.enable_grad():  # a validation has no gradients otherwise
-        [slope] = torch.autograd.grad(model.critic(mixed).sum(), mixed, create_graph=model.training)
-    penalty = (slope.norm(dim=1) - 1).square().sum()
-    # The critic lowers the difference of the scores, and the generator raises it.
-    scores = model.critic(Reversed.apply(fake)) - model.critic(real)
-    return {"loss": (scores.sum() + args.penalty * penalty, len(real)), "penalty": (penalty, len(real))}
+        scores = model.critic(between)
+        [slopes] = torch.autograd.grad(scores.sum(), between, create_graph=model.training)  # [batch, 2]
+    return (slopes.norm(dim=1) - 1).square().sum()
 
 
 def find_blocks(module):
-    """None: with --shard, the gradient of a gradient needs weights that a block of its own would have freed."""
+    """No blocks, so --shard gathers the whole model at once.
+
+    A block of its own would be freed after the forward pass, and the gradient of a gradient needs its weights again.
+    """
     return []

@@ -6,8 +6,14 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
+NUM_WORDS = 9
+IGNORED = -1  # the padding of the targets, which cross_entropy ignores
+PAD = NUM_WORDS  # the padding of the inputs: one more row of the embedding
+
 
 class Sentences(Dataset):
+    """Sentences of 1 to 11 words that count upwards by 1, 2 or 3, modulo 9."""
+
     def __init__(self, size):
         self.size = size
 
@@ -15,7 +21,9 @@ class Sentences(Dataset):
         return self.size
 
     def __getitem__(self, index):
-        return (torch.arange(1 + (index * 7) % 11) * (1 + index % 3)) % 9
+        length = 1 + (7 * index) % 11
+        increment = 1 + index % 3
+        return (increment * torch.arange(length)) % NUM_WORDS
 
 
 def load_data(args):
@@ -23,11 +31,14 @@ def load_data(args):
 
 
 def collate(samples):
-    return pad_sequence(samples, batch_first=True, padding_value=-1), torch.tensor([len(words) for words in samples])
+    """The padded sentences [batch, longest] and their lengths [batch]."""
+    words = pad_sequence(samples, batch_first=True, padding_value=IGNORED)
+    lengths = torch.tensor([len(sentence) for sentence in samples])
+    return words, lengths
 
 
 def build_model(args):
-    return nn.Sequential(nn.Embedding(10, 8), nn.Tanh(), nn.Linear(8, 9))
+    return nn.Sequential(nn.Embedding(NUM_WORDS + 1, 8), nn.Tanh(), nn.Linear(8, NUM_WORDS))
 
 
 def build_optimizer(model, args):
@@ -35,8 +46,12 @@ def build_optimizer(model, args):
 
 
 def loss_sums(model, batch, args):
+    """Predict each word from the one before it. The first word of a sentence is no target."""
     words, lengths = batch
-    inputs, targets = words.where(words >= 0, 9)[:, :-1], words[:, 1:]
-    logits = model(inputs).float().flatten(0, 1)
-    loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction="sum")
-    return {"loss": (loss, (lengths - 1).sum()), "sentences": (loss.detach(), len(lengths))}
+    inputs = words[:, :-1]
+    inputs = torch.where(inputs == IGNORED, PAD, inputs)
+    targets = words[:, 1:].flatten()
+    logits = model(inputs).float().flatten(0, 1)  # [batch * (longest - 1), words]
+    loss = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    num_targets = (lengths - 1).sum()
+    return {"loss": (loss, num_targets), "sentences": (loss.detach(), len(lengths))}

@@ -1,4 +1,4 @@
-"""A frozen backbone with low-rank adapters, and two groups with a hundredfold ratio of learning rates."""
+"""A frozen layer with a low-rank adapter, and two groups whose learning rates have a ratio of 1 to 100."""
 
 import torch
 import torch.nn.functional as F
@@ -6,39 +6,48 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 
-class Block(nn.Module):
+class AdaptedLinear(nn.Module):
+    """A frozen linear layer, and beside it two thin ones that are trained (LoRA)."""
+
     def __init__(self, inputs, outputs, rank):
         super().__init__()
         self.base = nn.Linear(inputs, outputs).requires_grad_(False)
-        self.down, self.up = nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False)
+        self.down = nn.Linear(inputs, rank, bias=False)
+        self.up = nn.Linear(rank, outputs, bias=False)
 
     def forward(self, x):
         return self.base(x) + self.up(self.down(x))
 
 
 def add_flags(add):
-    add("--rank", 2, "of the adapters")
-    add("--adapt", True, "train adapters too")
+    add("--rank", 2, "rank of the adapter")
+    add("--adapt", True, "train the adapter too")
 
 
 def load_data(args):
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(83, 6, generator=generator)
     targets = (inputs[:, 0] > inputs[:, 1]).long()
-    return TensorDataset(inputs[:60], targets[:60]), TensorDataset(inputs[60:], targets[60:])
+    train_set = TensorDataset(inputs[:60], targets[:60])
+    val_set = TensorDataset(inputs[60:], targets[60:])
+    return train_set, val_set
 
 
 def build_model(args):
-    return nn.Sequential(Block(6, 12, args.rank), nn.ReLU(), nn.Linear(12, 2))
+    return nn.Sequential(AdaptedLinear(6, 12, args.rank), nn.ReLU(), nn.Linear(12, 2))
 
 
 def build_optimizer(model, args):
-    groups = [{"params": model[2].parameters(), "lr": args.lr / 100}]
+    adapted, _, head = model
+    groups = [{"params": head.parameters(), "lr": args.lr / 100}]
     if args.adapt:
-        groups.append({"params": [*model[0].down.parameters(), *model[0].up.parameters()]})
-    return torch.optim.AdamW(groups, args.lr, weight_decay=0.0)
+        adapter = [*adapted.down.parameters(), *adapted.up.parameters()]
+        groups.append({"params": adapter, "lr": args.lr})
+    return torch.optim.AdamW(groups, weight_decay=0.0)
 
 
 def loss_sums(model, batch, args):
     inputs, targets = batch
-    return {"loss": (F.cross_entropy(model(inputs), targets, reduction="sum"), len(targets))}
+    logits = model(inputs)
+    loss = F.cross_entropy(logits, targets, reduction="sum")
+    return {"loss": (loss, len(targets))}

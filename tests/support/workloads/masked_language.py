@@ -1,30 +1,37 @@
-"""A masked language model: batches are dicts, and each has another number of masked words."""
+"""A masked language model. Its batches are dicts, and each has a different number of masked words."""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Dataset
 
-MASK = 11
+NUM_WORDS = 11
+MASK = NUM_WORDS  # the word that takes the place of a masked one
+IGNORED = -100  # the label of a word that is not masked; cross_entropy ignores it
 
 
 class Sentences(Dataset):
+    """Sentences of seven words that count upwards, such as 9 10 0 1 2 3 4, of which some are masked."""
+
     def __init__(self, size):
         generator = torch.Generator().manual_seed(size)
-        self.first = torch.randint(11, (size, 1), generator=generator)
-        self.chances = torch.rand(size, generator=generator)
+        self.first_words = torch.randint(NUM_WORDS, (size, 1), generator=generator)
+        self.mask_probabilities = torch.rand(size, generator=generator)
 
     def __len__(self):
-        return len(self.first)
+        return len(self.first_words)
 
     def __getitem__(self, index):
-        words = (self.first[index] + torch.arange(7)) % 11
-        masked = torch.rand(7) < self.chances[index]
-        return {"words": words.where(~masked, MASK), "labels": words.where(masked, -100)}
+        words = (self.first_words[index] + torch.arange(7)) % NUM_WORDS
+        is_masked = torch.rand(7) < self.mask_probabilities[index]
+        return {
+            "words": torch.where(is_masked, MASK, words),
+            "labels": torch.where(is_masked, words, IGNORED),
+        }
 
 
 def add_flags(add):
-    add("--width", 8, "of the embedding")
+    add("--width", 8, "width of the embedding")
 
 
 def load_data(args):
@@ -34,12 +41,15 @@ def load_data(args):
 class Model(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.embed = nn.Embedding(12, width)
+        self.embed = nn.Embedding(NUM_WORDS + 1, width)
         self.mix = nn.Conv1d(width, width, 3, padding=1)
-        self.head = nn.Linear(width, 11)
+        self.head = nn.Linear(width, NUM_WORDS)
 
     def forward(self, words):
-        return self.head(self.mix(self.embed(words).transpose(1, 2)).relu().transpose(1, 2))
+        """Logits [batch, 7, words] for words [batch, 7]."""
+        x = self.embed(words)  # [batch, 7, width]
+        x = self.mix(x.transpose(1, 2)).relu()  # [batch, width, 7]
+        return self.head(x.transpose(1, 2))
 
 
 def build_model(args):
@@ -51,7 +61,9 @@ def build_optimizer(model, args):
 
 
 def loss_sums(model, batch, args):
-    logits, labels = model(batch["words"]).flatten(0, 1), batch["labels"].flatten()
-    count = (labels != -100).sum()
-    right = (logits.argmax(1) == labels).sum()
-    return {"loss": (F.cross_entropy(logits, labels, reduction="sum"), count), "accuracy": (right, count)}
+    logits = model(batch["words"]).flatten(0, 1)  # [batch * 7, words]
+    labels = batch["labels"].flatten()  # [batch * 7]
+    loss = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+    num_masked = (labels != IGNORED).sum()
+    num_correct = (logits.argmax(dim=1) == labels).sum()
+    return {"loss": (loss, num_masked), "accuracy": (num_correct, num_masked)}

@@ -5,56 +5,63 @@ import torch.nn.functional as F
 from torch import nn
 
 BLOCK = 16  # tokens
-WORDS = 11
+NUM_WORDS = 11
 
 
-class Packed:
-    """Blocks of tokens and of the number of the document that each is from; documents are cut at the end of a block."""
+def random_document(generator):
+    """2 to 11 tokens that count upwards, such as 9 10 0 1 2."""
+    length = int(torch.randint(2, 12, (), generator=generator))
+    first = int(torch.randint(NUM_WORDS, (), generator=generator))
+    return (first + torch.arange(length)) % NUM_WORDS
+
+
+class PackedDocuments:
+    """A stream of blocks of documents, one after the other. A document may go on in the next block."""
 
     def __init__(self, num_blocks, seed):
         self.num_blocks = num_blocks
         self.seed = seed
 
-    def documents(self):
-        generator = torch.Generator().manual_seed(self.seed)
-        while True:
-            length = int(torch.randint(2, 12, (), generator=generator))
-            first = int(torch.randint(WORDS, (), generator=generator))
-            yield (first + torch.arange(length)) % WORDS
-
     def __iter__(self):
+        """Yield pairs of [BLOCK + 1]: the tokens, and the number of the document that each token is from.
+
+        The last token of a block is a target only, and comes again as the first of the next block.
+        """
+        generator = torch.Generator().manual_seed(self.seed)
         tokens = torch.zeros(0, dtype=torch.int64)
-        numbers = torch.zeros(0, dtype=torch.int64)
-        num_yielded = 0
-        for number, document in enumerate(self.documents()):
-            tokens = torch.cat([tokens, document])
-            numbers = torch.cat([numbers, torch.full_like(document, number)])
-            while len(tokens) > BLOCK:
-                if num_yielded == self.num_blocks:
-                    return
-                yield tokens[: BLOCK + 1], numbers[: BLOCK + 1]
-                num_yielded += 1
-                tokens = tokens[BLOCK:]
-                numbers = numbers[BLOCK:]
+        documents = torch.zeros(0, dtype=torch.int64)
+        num_documents = 0
+        for _ in range(self.num_blocks):
+            while len(tokens) < BLOCK + 1:
+                document = random_document(generator)
+                tokens = torch.cat([tokens, document])
+                documents = torch.cat([documents, torch.full_like(document, num_documents)])
+                num_documents += 1
+            yield tokens[: BLOCK + 1], documents[: BLOCK + 1]
+            tokens = tokens[BLOCK:]
+            documents = documents[BLOCK:]
 
 
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.words = nn.Embedding(WORDS, 8)
+        self.words = nn.Embedding(NUM_WORDS, 8)
         self.qkv = nn.Linear(8, 24)
-        self.head = nn.Linear(8, WORDS)
+        self.head = nn.Linear(8, NUM_WORDS)
 
-    def forward(self, tokens, numbers):
-        x = self.words(tokens)
-        same_document = numbers[:, :, None] == numbers[:, None, :]
-        mask = same_document & torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=x.device).tril()
+    def forward(self, tokens, documents):
+        """Logits [batch, BLOCK, words]. A token attends to earlier tokens of its own document, and to itself."""
+        x = self.words(tokens)  # [batch, BLOCK, 8]
+        is_same_document = documents[:, :, None] == documents[:, None, :]  # [batch, query, key]
+        is_not_later = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=x.device).tril()  # [query, key]
+        mask = is_same_document & is_not_later
         q, k, v = self.qkv(x).chunk(3, dim=2)
-        return self.head(x + F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+        x = x + F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.head(x)
 
 
 def load_data(args):
-    return Packed(500, seed=1), Packed(23, seed=2)
+    return PackedDocuments(500, seed=1), PackedDocuments(23, seed=2)
 
 
 def build_model(args):
@@ -66,8 +73,13 @@ def build_optimizer(model, args):
 
 
 def loss_sums(model, batch, args):
-    tokens, numbers = batch
-    logits = model(tokens[:, :-1], numbers[:, :-1])
-    counts = numbers[:, 1:] == numbers[:, :-1]  # the first token of a document cannot be foretold
-    losses = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
-    return {"loss": ((losses * counts.flatten()).sum(), counts.sum())}
+    tokens, documents = batch  # [batch, BLOCK + 1] each
+    inputs = tokens[:, :-1]
+    targets = tokens[:, 1:]
+    logits = model(inputs, documents[:, :-1])
+
+    # The first token of a document does not count, because nothing before it could predict it.
+    is_counted = documents[:, 1:] == documents[:, :-1]  # [batch, BLOCK]
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    loss = (losses * is_counted.flatten()).sum()
+    return {"loss": (loss, is_counted.sum())}

@@ -6,6 +6,8 @@ from torch.utils.data import Dataset
 
 
 class Points(Dataset):
+    """Inputs [5], and as their target [1] the sum of their sines."""
+
     def __init__(self, size):
         generator = torch.Generator().manual_seed(size)
         self.inputs = torch.randn(size, 5, generator=generator)
@@ -14,7 +16,9 @@ class Points(Dataset):
         return len(self.inputs)
 
     def __getitem__(self, index):
-        return self.inputs[index], self.inputs[index].sin().sum(0, keepdim=True)
+        inputs = self.inputs[index]
+        target = inputs.sin().sum(dim=0, keepdim=True)
+        return inputs, target
 
 
 def add_flags(add):
@@ -35,5 +39,8 @@ def build_optimizer(model, args):
 
 def loss_sums(model, batch, args):
     inputs, targets = batch
-    errors = model(inputs) - targets
-    return {"loss": (errors.square().sum(), len(targets)), "error": (errors.abs().sum(), float(len(targets)))}
+    errors = model(inputs) - targets  # [batch, 1]
+    squared_error = errors.square().sum()
+    absolute_error = errors.abs().sum()
+    count = float(len(targets))  # a count may be an int, a float or a tensor
+    return {"loss": (squared_error, len(targets)), "error": (absolute_error, count)}

@@ -7,28 +7,38 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 
-class Stream(IterableDataset):
+class EndlessStream(IterableDataset):
+    """Samples (number, offset): the numbers 0 to 7 in random orders, each with an offset between 0 and 1."""
+
     def __iter__(self):
-        numbers = [*range(8)]
+        numbers = list(range(8))
         while True:
             random.shuffle(numbers)
             for number in numbers:
-                yield number, random.random()
+                offset = random.random()
+                yield number, offset
+
+
+class FiniteStream:
+    """23 samples (number, offset) that are the same in each pass."""
+
+    def __iter__(self):
+        for i in range(23):
+            number = i % 8
+            offset = i / 23
+            yield number, offset
 
 
 def load_data(args):
-    return Stream(), Rest()
-
-
-class Rest:
-    def __iter__(self):
-        return iter([(number % 8, number / 23) for number in range(23)])
+    return EndlessStream(), FiniteStream()
 
 
 def collate(samples):
-    numbers, offsets = zip(*samples, strict=True)
-    inputs = torch.tensor(offsets)[:, None] + torch.eye(8)[list(numbers)]
-    return {"inputs": inputs, "targets": torch.tensor(numbers).float()}
+    """Inputs [batch, 8], of which each is a one-hot vector plus an offset, and as targets [batch] the numbers."""
+    numbers = torch.tensor([number for number, _ in samples])
+    offsets = torch.tensor([offset for _, offset in samples])
+    one_hot = torch.eye(8)[numbers]
+    return {"inputs": one_hot + offsets[:, None], "targets": numbers.float()}
 
 
 def build_model(args):
@@ -40,5 +50,8 @@ def build_optimizer(model, args):
 
 
 def loss_sums(model, batch, args):
-    errors = model(batch["inputs"])[:, 0] - batch["targets"]
-    return {"loss": (errors.square().sum(), torch.tensor(len(errors))), "bias": (errors.sum(), len(errors))}
+    predictions = model(batch["inputs"])[:, 0]  # [batch]
+    errors = predictions - batch["targets"]
+    loss = errors.square().sum()
+    count = torch.tensor(len(errors))  # a count may be an int, a float or a tensor
+    return {"loss": (loss, count), "bias": (errors.sum(), len(errors))}

@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 
-# Errors of code that uses what does not exist, or not in this way:
+# The beginning of an error's text, such as "NameError: name 'x' is not defined", if the error is one of code that uses
+# what does not exist, or not in this way.
 ERROR_OF_A_LIE = re.compile(r"\b(Attribute|Import|Name|Type|Lookup|Key)Error: ")
-COLOR = re.compile(r"\x1b\[[\d;]*m")  # a terminal's command, which IPython writes into tracebacks
+# A terminal's command to change the color, such as "\x1b[1;31m", which IPython writes into tracebacks.
+COLOR = re.compile(r"\x1b\[[\d;]*m")
 
 
 @dataclass(frozen=True)
@@ -184,12 +186,16 @@ def lines_of(outputs: list) -> list[str]:
 def difference(stored: list[str], now: list[str]) -> str:
     """How the lines that a cell prints now differ from the stored ones: the first new line and the first missing one.
 
-    Where the text is the same, the outputs differ in a picture.
+    If no line is new or missing, the outputs differ in a picture.
     """
     new = [line.strip() for line in now if line not in stored]
     missing = [line.strip() for line in stored if line not in now]
     if not new and not missing:
         return "another picture"
-    first_new = new[0] if new else "nothing"
-    first_missing = missing[0] if missing else "nothing"
+    first_new = "nothing"
+    if new:
+        first_new = new[0]
+    first_missing = "nothing"
+    if missing:
+        first_missing = missing[0]
     return f"{first_new}; stored is: {first_missing}"

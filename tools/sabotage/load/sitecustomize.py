@@ -54,12 +54,12 @@ class Sabotage(importlib.abc.MetaPathFinder):
         return spec
 
 
-# The package `sabotage` is in tools/. The path is taken back at once, so that a process has the one that it has without
-# a lie.
+# The package `sabotage` is in tools/. This folder is removed from sys.path at once, so that the process has the same
+# path as without a lie.
 sys.path.append(str(Path(__file__).parents[2]))
 from sabotage.lies import LIES  # noqa: E402  (after the path)
 
 sys.path.pop()
 lie = LIES[os.environ["WORLD_SIZE_ONE_LIE"]]
-if not lie.changes_notebook:  # `run` has written the others into the notebook
+if not lie.changes_notebook:  # A lie that changes a notebook was written there by sabotage/run.py.
     sys.meta_path.insert(0, Sabotage(lie))
