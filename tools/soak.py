@@ -548,14 +548,14 @@ class Restarts:
         A kill during the last save may leave files that no later save removes, because the job that was then started
         again found all its steps done. After such a start these files are allowed.
         """
-        allowed = r"step_.*"
+        allowed = [r"step_.*"]  # step_00000480.pt
         last_start_had_no_steps_to_do = self.agent.printed(f"going on from step {self.STEPS},")
         if last_start_had_no_steps_to_do:
-            half_written = rf"\.step_{self.STEPS:08}\.pt\.part"
-            saved_in_an_emergency = r"emergency_node\d+\.pt"
-            allowed += f"|{half_written}|{saved_in_an_emergency}"
+            allowed.append(rf"\.step_{self.STEPS:08}\.pt\.part")  # .step_00000480.pt.part, which is half written
+            allowed.append(r"emergency_node\d+\.pt")  # emergency_node0.pt
+        any_allowed = "|".join(allowed)
         names = [path.name for path in folder.iterdir()]
-        forbidden = [name for name in names if not re.fullmatch(allowed, name)]
+        forbidden = [name for name in names if not re.fullmatch(any_allowed, name)]
         if forbidden:
             raise Failure(f"its folder holds {forbidden}")
 
