@@ -9,7 +9,7 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from helpers.export.notebook import Cells, ExportError, first_line, label
@@ -66,45 +66,18 @@ def sort_statements(cells: Cells) -> Parts:
     that cells bind to two things is bound in main, in the notebook's order. What cells import from helpers/runtime is
     copied into the script. Raises ExportError for an import that cannot go to the top.
     """
-    exported = [statement for statement in cells.exported if not is_notebook_only(statement.node)]
     names_from_runtime = names_bound_by(statement for statement in cells.exported if is_copied(statement.node))
     copies = copied(names_from_runtime | {"stop_process_group"})
-    # The process group's functions come below main, so nothing above main may need them at once.
-    names_of_plumbing = names_bound_by(statement for statement in copies if statement.where == PLUMBING)
-    names_below_main = names_from_runtime & names_of_plumbing
-    ambiguous_names = names_with_two_meanings([*cells.parameters, *exported, *copies])
+    own = sort_own_statements(cells, names_from_runtime, copies)
 
-    imports = [statement for statement in cells.parameters if isinstance(statement.node, IMPORT)]
-    constants: list[Statement] = []
-    definitions: list[Statement] = []
-    body: list[Statement] = []
-    for statement in exported:
-        node = statement.node
-        needs_what_is_below_main = bool(statement.needs & names_below_main)
-        is_comment = not statement.code
-        follows_definition = bool(definitions) and definitions[-1].where == statement.where  # in the same cell
-        if statement.binds & ambiguous_names:
-            body.append(statement)
-        elif isinstance(node, IMPORT):
-            check_order(statement, body, imports)
-            imports.append(statement)
-        elif isinstance(node, DEFINITION) and can_stand_above_main(node) and not needs_what_is_below_main:
-            definitions.append(statement)
-        elif is_constant(statement):
-            constants.append(statement)
-        elif is_comment and follows_definition:
-            definitions.append(statement)
-        else:
-            body.append(statement)
-
-    stops_group = any(STOPS.search(statement.code) for statement in [*definitions, *body])
+    stops_group = any(STOPS.search(statement.code) for statement in [*own.definitions, *own.body])
     if not stops_group:
         names_from_runtime.add("stop_process_group")
-        body += split("stop_process_group()")
-    used_names = names_read_by([*imports, *constants, *definitions, *body])
+        own.body.extend(split("stop_process_group()"))
+    used_names = names_read_by([*own.imports, *own.constants, *own.definitions, *own.body])
     # An import whose name only cells outside of the script use is left out. One that no cell uses may have an effect.
     names_used_elsewhere = cells.words_elsewhere - used_names
-    imports = [statement for statement in imports if not statement.binds & names_used_elsewhere]
+    imports = [statement for statement in own.imports if not statement.binds & names_used_elsewhere]
 
     plumbing: list[Statement] = []
     copied_definitions: list[Statement] = []
@@ -115,7 +88,51 @@ def sort_statements(cells: Cells) -> Parts:
             plumbing.append(statement)
         else:
             copied_definitions.append(statement)
-    return Parts(imports, [*constants, *in_order(definitions, copied_definitions)], body, plumbing)
+    definitions = [*own.constants, *in_order(own.definitions, copied_definitions)]
+    return Parts(imports, definitions, own.body, plumbing)
+
+
+@dataclass(frozen=True)
+class OwnStatements:
+    """The statements of a notebook's own cells, by their place in the script, each list in the notebook's order."""
+
+    imports: list[Statement]
+    constants: list[Statement] = field(default_factory=list)
+    definitions: list[Statement] = field(default_factory=list)  # functions and classes above main
+    body: list[Statement] = field(default_factory=list)  # of main
+
+
+def sort_own_statements(cells: Cells, names_from_runtime: set[str], copies: list[Statement]) -> OwnStatements:
+    """Sort the statements of a notebook's own cells. Raises ExportError for an import that cannot go to the top.
+
+    ``names_from_runtime`` are the names that they import from helpers/runtime, and ``copies`` what is copied for them.
+    """
+    exported = [statement for statement in cells.exported if not is_notebook_only(statement.node)]
+    # The process group's functions come below main, so nothing above main may need them at once.
+    names_of_plumbing = names_bound_by(statement for statement in copies if statement.where == PLUMBING)
+    names_below_main = names_from_runtime & names_of_plumbing
+    ambiguous_names = names_with_two_meanings([*cells.parameters, *exported, *copies])
+
+    own = OwnStatements(imports=[statement for statement in cells.parameters if isinstance(statement.node, IMPORT)])
+    for statement in exported:
+        node = statement.node
+        needs_what_is_below_main = bool(statement.needs & names_below_main)
+        is_comment = not statement.code
+        follows_definition = bool(own.definitions) and own.definitions[-1].where == statement.where  # in the same cell
+        if statement.binds & ambiguous_names:
+            own.body.append(statement)
+        elif isinstance(node, IMPORT):
+            check_order(statement, own.body, own.imports)
+            own.imports.append(statement)
+        elif isinstance(node, DEFINITION) and can_stand_above_main(node) and not needs_what_is_below_main:
+            own.definitions.append(statement)
+        elif is_constant(statement):
+            own.constants.append(statement)
+        elif is_comment and follows_definition:
+            own.definitions.append(statement)
+        else:
+            own.body.append(statement)
+    return own
 
 
 def in_order(definitions: list[Statement], copied_definitions: list[Statement]) -> list[Statement]:
