@@ -10,8 +10,8 @@ import signal
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
@@ -32,7 +32,8 @@ def toc_files():
     toc = yaml.safe_load((ROOT / "_toc.yml").read_text())
     files = [toc["root"]]
     for part in toc["parts"]:
-        files += [chapter["file"] for chapter in part["chapters"]]
+        for chapter in part["chapters"]:
+            files.append(chapter["file"])
     return files
 
 
@@ -40,19 +41,18 @@ CHAPTERS = [name for name in toc_files() if re.match(r"notebooks/\d\d_", name)]
 
 
 class Build(NamedTuple):
-    """How a build of the book ended."""
+    """A build of the book that has ended."""
 
-    html: Path  # the folder of its HTML
-    status: int  # the exit status
-    complaints: str  # its warnings and errors
+    html: Path  # the folder with the pages
+    status: int  # the exit status, which is not 0 if there was a warning
+    complaints: str  # errors and warnings
 
 
 def build(folder, **variables):
-    """Build the book whose sources are in ``folder``, warnings being errors, and return how the Build ended.
-
-    ``variables`` are added to the environment, such as ``BOOK_LANGUAGE="de"``.
-    """
-    command = [Path(sys.executable).with_name("jupyter-book"), "build", folder, "-W", "--keep-going", "-n", "-q"]
+    """Build the book whose sources are in ``folder``, with these environment variables. Returns a Build."""
+    jupyter_book = Path(sys.executable).with_name("jupyter-book")
+    warnings_are_errors = ["-W", "--keep-going", "-n"]
+    command = [jupyter_book, "build", folder, *warnings_are_errors, "-q"]
     environment = {**os.environ, "NO_COLOR": "1", **variables}
     process = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     return Build(folder / "_build" / "html", process.returncode, process.stderr)
@@ -61,7 +61,7 @@ def build(folder, **variables):
 def run_nbval(path, *options):
     """Run nbval on a notebook that is not this project's, in the notebook's folder. Returns the finished process.
 
-    pytest does not find the root conftest.py from there. Its name is given, so that this kernel takes no ports either.
+    pytest does not find this project's conftest.py from there, so ``-p`` names it. It keeps a kernel from taking ports.
     """
     command = [sys.executable, "-m", "pytest", "--nbval", "--nbval-current-env", "-p", "no:cacheprovider"]
     command += ["-p", "conftest", *options, path.name]
@@ -70,7 +70,10 @@ def run_nbval(path, *options):
 
 
 def pytest_runtest_setup(item):
-    """Skip a test of several hosts, or of Slurm, on a machine that cannot have them."""
+    """Skip a test that this machine cannot run. The mark says why not: ``@pytest.mark.system(missing=function)``.
+
+    The function returns the reason, such as "no ip on this machine", or None.
+    """
     for mark in item.iter_markers("system"):
         if "missing" in mark.kwargs:
             reason = mark.kwargs["missing"]()
@@ -78,46 +81,37 @@ def pytest_runtest_setup(item):
                 pytest.skip(reason)
 
 
-@dataclass(frozen=True)
-class Book:
-    """The built book."""
-
-    html: Path  # the folder of its HTML
-    scripts: Path  # the folder of the chapters' scripts
-    status: int  # the exit status of the build
-    complaints: str  # the build's warnings and errors
-
-
 @pytest.fixture(scope="session")
 def book(tmp_path_factory, worker_id):
-    """The Book, which is built once for all tests and all workers of pytest-xdist.
+    """The book, built once for all tests: its folders ``.html`` and ``.scripts``, the ``.status`` and ``.complaints``.
 
-    BUILT_BOOK names a project's folder in which `make book` has built it, without complaints.
+    If the variable BUILT_BOOK names a project's folder, the book is there already: `make book` has built it, without
+    complaints.
     """
     if "BUILT_BOOK" in os.environ:
-        project = Path(os.environ["BUILT_BOOK"])
-        return Book(project / "_build" / "html", project / "scripts", status=0, complaints="")
-    folder_of_worker = tmp_path_factory.getbasetemp()
-    if worker_id == "master":  # there are no workers
-        shared = folder_of_worker
-    else:
-        shared = folder_of_worker.parent
+        built = Path(os.environ["BUILT_BOOK"])
+        return SimpleNamespace(html=built / "_build" / "html", scripts=built / "scripts", status=0, complaints="")
+
+    # The first of pytest-xdist's workers builds the book, in a folder for all. The others wait for its record.
+    shared = tmp_path_factory.getbasetemp()
+    if worker_id != "master":
+        shared = shared.parent
     folder = shared / "built-book"
-    record = shared / "built-book.json"  # is written when the book is built, for the workers that waited
+    record = shared / "built-book.json"
     with FileLock(shared / "built-book.lock"):
         if not record.exists():
             shutil.rmtree(folder, ignore_errors=True)  # a builder whose time was up may have left it
             copy_sources(folder)
             export = [sys.executable, "-m", "helpers", "export", "--all", "--out", folder / "scripts"]
             subprocess.run(export, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-            done = build(folder, BOOK_REPOSITORY_URL="")
-            record.write_text(json.dumps({"status": done.status, "complaints": done.complaints}))
+            built = build(folder, BOOK_REPOSITORY_URL="")
+            record.write_text(json.dumps({"status": built.status, "complaints": built.complaints}))
     outcome = json.loads(record.read_text())
-    return Book(folder / "_build" / "html", folder / "scripts", outcome["status"], outcome["complaints"])
+    return SimpleNamespace(html=folder / "_build" / "html", scripts=folder / "scripts", **outcome)
 
 
 def copy_sources(folder):
-    """Copy what the book is built from into a folder, without the chapters' scripts."""
+    """Copy what the book is built from, except its scripts, to a new folder."""
     for name in ["book", "notebooks"]:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns(".*", "__pycache__", "*.mo"))
     for name in ["_config.yml", "_toc.yml"]:
@@ -128,33 +122,45 @@ def copy_sources(folder):
 @pytest.fixture(scope="module")
 def book_url(book):
     """The address of the built book, served on 127.0.0.1."""
-
-    class SilentHandler(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *args):
-            pass
-
     handler = functools.partial(SilentHandler, directory=book.html)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        server.handle_error = lambda *args: None  # a page may close while it loads
+    with SilentServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
 
 
+class SilentHandler(http.server.SimpleHTTPRequestHandler):
+    """It serves the files of a folder, and prints nothing about requests."""
+
+    def log_message(self, *args):
+        pass
+
+
+class SilentServer(http.server.ThreadingHTTPServer):
+    """It prints nothing about errors, which are normal here: a page may close while it loads."""
+
+    def handle_error(self, *args):
+        pass
+
+
 @pytest.fixture
 def helpers(capsys):
-    """A function that runs ``python -m helpers ARGUMENTS`` in this process: returns (exit status, stdout, stderr)."""
+    """A function that runs ``python -m helpers …`` in this process and returns (exit status, stdout, stderr).
+
+    For example, ``helpers("export", "11", "--nodes=3")``.
+    """
     from helpers.__main__ import main
 
-    def call(*arguments):
+    def run_command(*arguments):
         with mock.patch.dict(os.environ):  # a command sets variables for the ranks that it starts
             try:
                 status = main([str(argument) for argument in arguments])
             except SystemExit as end:
                 status = end.code
-        return status, *capsys.readouterr()
+        out, errors = capsys.readouterr()
+        return status, out, errors
 
-    return call
+    return run_command
 
 
 @pytest.fixture(scope="module")
@@ -169,19 +175,18 @@ def browser():
 
 @pytest.fixture(scope="module")
 def context(browser):
-    """In what ``visit`` opens its pages: the browser, which gives each page a context of its own.
+    """The browser, in which each page that ``visit`` opens has a context of its own.
 
-    A test file may have another fixture of this name, which is one context for all of its pages.
+    A test file may override this fixture with one context for all pages.
     """
     return browser
 
 
 @pytest.fixture
 def visit(context, book_url):
-    """A function that opens a page of the book, ``visit("book/intro")``, and returns Playwright's page.
+    """A function that opens a page of the book, such as ``visit("book/glossary")``, and returns the browser's page.
 
-    With ``url`` it is a page of the book at another address, such as the one of a folder. At the end of the test, the
-    pages are closed, and the test fails if the browser complained of one.
+    ``url`` is for a book that is served at another address. The test fails if a page complains: see ``open_page``.
     """
     from visits import open_page
 
@@ -189,8 +194,9 @@ def visit(context, book_url):
     complaints = []
 
     def visit_page(name, url=book_url):
-        pages.append(open_page(context, url, name, complaints))
-        return pages[-1]
+        page = open_page(context, url, name, complaints)
+        pages.append(page)
+        return page
 
     yield visit_page
     problems = "\n".join(complaints)  # closing a page may add to them

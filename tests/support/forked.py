@@ -29,7 +29,7 @@ AT_ADDRESS = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-add
 
 
 class Work(NamedTuple):
-    """What a fork does: ``function(words)`` of a module that it imports, in a folder."""
+    """What a fork does: it goes to a folder, imports a module, and calls a function of it with a list of words."""
 
     module: str
     function: str
@@ -38,12 +38,12 @@ class Work(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """How a program ended."""
+    """How a process has ended, with all that it started."""
 
-    status: int | None  # its exit status; None if it still ran after its timeout and was killed
-    out: str  # what it printed
-    errors: str  # what it printed to stderr
-    left: list  # the processes that it left behind
+    status: int | None  # its exit status; None if it hung until the time was up, and was killed
+    out: str  # what was written to stdout
+    errors: str  # what was written to stderr
+    left: list | dict  # the processes that it left running, which were killed then; empty if there were none
 
 
 def script_alone(script, *flags):
@@ -52,7 +52,7 @@ def script_alone(script, *flags):
 
 
 def script_on_ranks(script, nproc, *flags):
-    """``torchrun script flags`` on ``nproc`` ranks, which are forked too, in the script's folder."""
+    """``torchrun script flags`` with ``nproc`` ranks, in the script's folder. The ranks are forks, too."""
     words = [f"--nproc-per-node={nproc}", *AT_ADDRESS, str(script), *map(str, flags)]
     return Work("forked_torchrun", "main", words, str(script.parent))
 
@@ -63,20 +63,24 @@ def command(*words):
 
 
 def forked(work, environment, timeout=240):
-    """Do the work in a fork, and return how it Ended. It is killed if it takes more than ``timeout`` seconds."""
+    """Do a Work in a fork with these environment variables, and wait for its end, ``timeout`` seconds at most.
+
+    Returns an Ended.
+    """
     return Forked(work, environment).end(timeout)
 
 
 class Forked:
-    """A fork that works, and the files that take what it prints. End it with ``end``."""
+    """A fork that does a Work while the test goes on. ``end`` waits for it and says how it ended."""
 
     def __init__(self, work, environment):
-        self.output = tempfile.TemporaryDirectory()
-        self.watch, pipe = context.Pipe(duplex=False)
+        self.output = tempfile.TemporaryDirectory()  # for the files with what the fork prints
+        # The fork and all that it forks hold the other end of this pipe open, so it ends when the last of them has.
+        self.pipe, pipe_of_forks = context.Pipe(duplex=False)
         warm()
-        with without_main(), pipe:
+        with without_main(), pipe_of_forks:
             environment = {"OMP_NUM_THREADS": "1", **environment}
-            self.process = context.Process(target=do_work, args=(work, environment, self.output.name, pipe))
+            self.process = context.Process(target=do_work, args=(work, environment, self.output.name, pipe_of_forks))
             self.process.start()
         self.pid = self.process.pid
 
@@ -84,7 +88,7 @@ class Forked:
         return not self.process.is_alive()
 
     def session(self):
-        """The processes of the fork's session, itself among them: torchrun's ranks, and what a script starts."""
+        """The process ids of the fork and of all that it started, such as torchrun's ranks: they share a session."""
         pids = []
         for pid in psutil.pids():
             with contextlib.suppress(ProcessLookupError):
@@ -93,25 +97,26 @@ class Forked:
         return pids
 
     def left(self):
-        """The processes that are left: the session's, or "a fork" where one has left the session and holds the pipe."""
+        """The process ids of what still runs. It is ["a fork"] if a fork runs that has left the session."""
         pids = self.session()
         if pids:
             return pids
-        pipe_has_ended = self.watch.poll()
+        pipe_has_ended = self.pipe.poll()
         if pipe_has_ended:
             return []
         return ["a fork"]
 
     def end(self, timeout=240):
-        """Wait until the work has ended, at most ``timeout`` seconds, and kill what is left of it. Return how it Ended.
+        """Wait for the end, ``timeout`` seconds at most, and remove the fork's files. Returns an Ended.
 
-        If it took longer, the stacks of its processes are behind what it printed to stderr.
+        If the time was up, the Ended's ``errors`` also have the stack of each process.
         """
         self.process.join(timeout)
         status = self.process.exitcode
         stacks = ""
         if status is None:
-            stacks = "".join(stack_of(pid) for pid in self.session())
+            for pid in self.session():
+                stacks += stack_of(pid)
             self.process.terminate()  # a rehearsal then ends its ranks
             self.process.join(10)
         leftovers.wait_until(lambda: not self.left())
@@ -121,7 +126,7 @@ class Forked:
                 os.kill(pid, signal.SIGKILL)
         self.process.join()
         self.process.close()
-        self.watch.close()
+        self.pipe.close()
         out = Path(self.output.name, "out").read_text()
         errors = Path(self.output.name, "errors").read_text() + stacks
         self.output.cleanup()
@@ -129,25 +134,26 @@ class Forked:
 
 
 def stack_of(pid):
-    """Where each thread of a process stands, so that the report of a hang says what hung."""
+    """The stack of each thread of a process, as text, so that the report of a hang says what hung."""
     py_spy = Path(sys.executable).with_name("py-spy")
     dump = subprocess.run([py_spy, "dump", "--native", f"--pid={pid}"], capture_output=True, text=True)
     return dump.stdout + dump.stderr
 
 
-def do_work(work, environment, output, pipe):
-    """Do the work in this fork as a new process would, and print into files of the folder ``output``.
+def do_work(work, environment, output_folder, pipe):
+    """Do a Work in this fork, as a new process would do it. This is what a Forked's process executes.
 
-    The fork and all that it forks hold ``pipe`` open, by which the tests notice a process that is left behind.
+    What the forkserver has done and a new process would not have is undone first. ``pipe`` is not used, but this
+    process and all that it forks hold it open.
     """
-    import torch  # here: the tests' own process can do without
+    import torch  # here, because the tests' own process can do without it
 
     os.setsid()
-    write_to(Path(output, "out"), Path(output, "errors"))
-    atexit._clear()  # the forkserver's, which would end its ranks
+    redirect_output(Path(output_folder, "out"), Path(output_folder, "errors"))
+    atexit._clear()  # The forkserver has registered a function that would end its ranks.
     multiprocessing.set_start_method(None, force=True)
     os.chdir(work.folder)
-    os.environ.clear()  # the forkserver has those of its start
+    os.environ.clear()  # The forkserver has the variables of its start.
     os.environ.update(environment)
     tempfile.tempdir = None
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # torch read it when the forkserver imported it
@@ -160,24 +166,19 @@ def do_work(work, environment, output, pipe):
     sys.exit(status)
 
 
-STDOUT = 1  # the numbers of the two files into which a process prints
-STDERR = 2
-
-
-def write_to(out, errors):
-    """From now on, this process and those that it starts print into these two files."""
-    file_of_out = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file_of_out, STDOUT)
-    file_of_errors = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file_of_errors, STDERR)
-    sys.stdout = open(STDOUT, "w", buffering=1, closefd=False)
-    sys.stderr = open(STDERR, "w", buffering=1, closefd=False)
+def redirect_output(out, errors):
+    """From now on, what this process and those that it starts write to stdout and stderr goes to these two files."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    os.dup2(os.open(out, flags), 1)
+    os.dup2(os.open(errors, flags), 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
 
 
 def hide_helpers(sitecustomize):
-    """Forbid the import of helpers if scripting.stand_alone has written the file that does it, sitecustomize.py.
+    """Forbid the import of helpers, if the file sitecustomize.py that scripting.stand_alone writes is there.
 
-    A new Python runs that file at its start. A fork has to, and to forget the modules that it has from before.
+    A new Python would run this file at its start. A fork of the forkserver has imported helpers, so they are removed.
     """
     if sitecustomize.is_file():
         for name in list(sys.modules):

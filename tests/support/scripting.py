@@ -23,7 +23,10 @@ TOLERANCE = 0.002  # for numbers in a result, which are rounded to three digits
 
 
 def write_notebook(folder, source, parameters="steps: int = 10\nfail: int = -1"):
-    """Write a notebook of three cells to folder/sample.ipynb; return its path."""
+    """Write a notebook to folder/sample.ipynb: a title, a cell of parameters, and a cell that is exported.
+
+    ``source`` is the code of the exported cell. Returns the notebook's path.
+    """
     cells = [
         new_markdown_cell("# Sample"),
         new_code_cell(parameters, metadata={"tags": ["parameters"]}),
@@ -35,10 +38,10 @@ def write_notebook(folder, source, parameters="steps: int = 10\nfail: int = -1")
 
 
 def stand_alone(folder):
-    """Environment variables with which a script runs as on a machine without this project and without a GPU.
+    """Environment variables for scripts that must run without this project, as a reader runs an exported one.
 
-    Python imports the file sitecustomize.py at its start. The one that this function writes into ``folder`` makes each
-    ``import helpers`` fail.
+    Python runs a file sitecustomize.py at its start if it is in PYTHONPATH. The one that is written to ``folder``
+    forbids the import of helpers. Temporary files go to ``folder``, too.
     """
     (folder / "sitecustomize.py").write_text('import sys\n\nsys.modules["helpers"] = None  # no import gets it\n')
     if sys.platform == "darwin":
@@ -61,19 +64,24 @@ def export(notebook, folder):
 
 
 def torchrun(script, nproc, environment, *flags, timeout=240):
-    """Run a script under torchrun in its own folder, and return how it Ended.
+    """Run a script under torchrun in its own folder. Returns an Ended, whose ``left`` is {process id: name}.
 
-    It is killed if it takes more than ``timeout`` seconds, and so are the processes that it leaves behind.
+    If it hangs for ``timeout`` seconds, it is killed, and its status is None.
     """
     mark = uuid.uuid4().hex
-    words = [sys.executable, *TORCHRUN, f"--nproc-per-node={nproc}", *AT_ADDRESS, script, *flags]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(words, cwd=script.parent, env={**environment, leftovers.MARK: mark}, **pipes)
+    process = subprocess.Popen(
+        [sys.executable, *TORCHRUN, f"--nproc-per-node={nproc}", *AT_ADDRESS, script, *flags],
+        cwd=script.parent,
+        env={**environment, leftovers.MARK: mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     status = None
     with contextlib.suppress(subprocess.TimeoutExpired):
         out, errors = process.communicate(timeout=timeout)
         status = process.returncode
-    leftovers.wait_until(lambda: status is None or not leftovers.processes(mark), seconds=60)
+        leftovers.wait_until(lambda: not leftovers.processes(mark), seconds=60)
     left = leftovers.processes(mark)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
@@ -89,13 +97,12 @@ def rehearse_here(script, *options, flags=(), timeout=240):
     """
     work = command("rehearse", script, "--timeout", timeout, *options, "--", *flags)
     ended = forked(work, {**os.environ, "OMP_NUM_THREADS": "1"}, timeout)
-    report = f"{ended.status}: {ended.left} left\n{ended.out}{ended.errors}"
-    assert ended.status is not None, report
-    assert not ended.left, report
+    assert ended.status is not None, f"it hung\n{ended.out}{ended.errors}"
+    assert not ended.left, f"it left {ended.left}\n{ended.out}{ended.errors}"
     return subprocess.CompletedProcess(work.words, ended.status, ended.out, ended.errors)
 
 
 def result(out):
-    """The numbers in the line ``result {json}``, which a script prints once."""
+    """The dictionary of a line such as ``result {"world_size": 2, "val_loss": 1.2}``, which a script prints once."""
     [numbers] = re.findall(r"^result (.*)$", out, flags=re.MULTILINE)
     return json.loads(numbers)
