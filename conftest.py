@@ -44,20 +44,23 @@ def pytest_configure(config):
         config.addinivalue_line("markers", f"{mark}: the test {text}")
     if "not ranks" in config.option.markexpr:  # no process can make a group now, so that a test without its mark fails
         os.environ["GLOO_DEVICE_TRANSPORT"] = "none"
-    if config.getoption("record_verified", False) and not hasattr(
-        config, "workerinput"
-    ):  # one of pytest-xdist's workers has it
+    is_worker_of_xdist = hasattr(config, "workerinput")
+    if config.getoption("record_verified", False) and not is_worker_of_xdist:  # the main process hears of all tests
         from verified_run import VerifiedRun  # here, because `make sabotage` takes this file along without it
 
         config.pluginmanager.register(VerifiedRun(config.rootpath))
 
 
 def mark_of(item):
-    return next((mark for mark in reversed(MARKS) if item.get_closest_marker(mark)), UNMARKED)
+    """The mark of a test. If it has several, the one that is further down in MARKS; if it has none, UNMARKED."""
+    for mark in reversed(MARKS):
+        if item.get_closest_marker(mark):
+            return mark
+    return UNMARKED
 
 
 def pytest_itemcollected(item):
-    """Mark what a fixture or a file's kind tells."""
+    """Give a test the marks that follow from its file and its fixtures: a cell starts ranks, for example."""
     needs = getattr(item, "fixturenames", ())
     if item.path.suffix == ".ipynb":
         item.add_marker("ranks")
@@ -73,39 +76,65 @@ def pytest_itemcollected(item):
 @functools.cache
 def is_long(path):
     """Whether a test file, or a notebook by what it says of itself, takes so long that it should start first."""
-    return facts_at(path).longest if path.suffix == ".ipynb" else path.stem in LONGEST
+    if path.suffix == ".ipynb":
+        return facts_at(path).longest
+    return path.stem in LONGEST
+
+
+def name_of_file(item):
+    return item.path.name
+
+
+def starts_late(item):
+    """What tests are sorted by, in this order: whether they are not long, not of a notebook, and without a mark."""
+    is_short = not is_long(item.path)
+    is_no_notebook = item.path.suffix != ".ipynb"
+    is_unmarked = mark_of(item) == UNMARKED
+    return is_short, is_no_notebook, is_unmarked  # False is sorted before True
 
 
 def pytest_collection_modifyitems(items):
-    """A file's tests stay on one worker, so let the long files start first; of the notebooks, the later ones are."""
-    items.sort(key=lambda item: item.path.name, reverse=True)
-    items.sort(key=lambda item: (not is_long(item.path), item.path.suffix != ".ipynb", mark_of(item) == UNMARKED))
+    """Sort the tests so that long files start first, because all tests of a file stay on one worker.
+
+    Among the notebooks, the last ones start first: later chapters take longer.
+    """
+    items.sort(key=name_of_file, reverse=True)
+    items.sort(key=starts_late)
 
 
 def pytest_collection_finish():
-    """From now on garbage is collected, but not looked for among the modules and tests that stay until the end."""
+    """From now on, collect garbage again, but not among the modules and tests that exist now and stay until the end."""
     gc.freeze()
     gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
+    """Fail a test that is skipped under CI, where nothing may be missing; explain a failure for want of a mark."""
     report = yield
     if report.skipped and os.environ.get("CI") and item.get_closest_marker("system"):
-        report.outcome, report.longrepr = "failed", f"Under CI: {report.longrepr[2]}"
+        _, _, reason = report.longrepr
+        report.outcome = "failed"
+        report.longrepr = f"Under CI: {reason}"
     if report.failed and mark_of(item) == UNMARKED and "unsupported gloo device" in str(report.longrepr):
         report.sections.append(("A process group in a test without a mark", "Give it one: @pytest.mark.ranks"))
     return report
 
 
 def pytest_terminal_summary(terminalreporter):
-    """What ran, by mark, with the seconds of all workers together."""
-    rows = collections.defaultdict(collections.Counter)
-    for outcome in ("passed", "failed", "error", "skipped", ""):  # "" is a test's preparation and its end
+    """Print a line for each mark: the seconds of all workers together, and how many tests passed, failed and so on."""
+    outcomes = ["passed", "failed", "error", "skipped"]
+    preparation_or_end = ""  # pytest's name for the outcome of what runs before and after a test
+    seconds_by_mark = collections.Counter()
+    counts_by_mark = collections.defaultdict(collections.Counter)  # {mark: {outcome: number of tests}}
+    for outcome in [*outcomes, preparation_or_end]:
         for report in terminalreporter.stats.get(outcome, []):
-            row = rows[dict(getattr(report, "user_properties", [])).get("mark", UNMARKED)]
-            row.update({outcome: 1, "seconds": getattr(report, "duration", 0)})
+            properties = dict(getattr(report, "user_properties", []))
+            mark = properties.get("mark", UNMARKED)
+            seconds_by_mark[mark] += getattr(report, "duration", 0)
+            counts_by_mark[mark][outcome] += 1
+
     terminalreporter.section("what ran")
-    for mark, row in sorted(rows.items()):
-        outcomes = [f"{row[name]} {name}" for name in ("passed", "failed", "error", "skipped") if row[name]]
-        terminalreporter.line(f"{mark:10}{row['seconds']:7.1f} s   {', '.join(outcomes)}")
+    for mark, counts in sorted(counts_by_mark.items()):
+        counted = [f"{counts[outcome]} {outcome}" for outcome in outcomes if counts[outcome]]
+        terminalreporter.line(f"{mark:10}{seconds_by_mark[mark]:7.1f} s   {', '.join(counted)}")

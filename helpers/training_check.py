@@ -1250,17 +1250,26 @@ class LoaderObserver:
         """From now on, observe all loaders. ``record`` gets their epochs, and findings."""
         self.record = record
         self.patches = patches
-        self.worker_pipe = WorkerPipe()
+
         # {a loader: its number in the record}. A number is never used again, even if its loader is gone.
         self.loader_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.next_loader_number = itertools.count()
-        # {the iterator of a loader: the loop that it makes}
+        # {the iterator of a loader: what is known of its loop}
         self.running: weakref.WeakKeyDictionary[Any, RunningEpoch] = weakref.WeakKeyDictionary()
 
-        self.random_draws = 0  # of the batch that this process has loaded last, as in Epoch
-        self.waiting_epoch: Epoch | None = None  # the latest batch's, until a model is called with the batch
-        self.training_epoch: Epoch | None = None  # that of the batch that was trained on last
-        self.padded_evaluation: Epoch | None = None  # an evaluation with repeated samples that has just ended
+        # A checksum of the random states from which the latest batch drew numbers; 0 if it drew none. The pipe carries
+        # it from a worker that has loaded a batch.
+        self.random_draws = 0
+        self.worker_pipe = WorkerPipe()
+
+        # The epoch of a batch that the loop has got and with which it has not yet called a model. The first call shows
+        # whether the batch is trained on or evaluated.
+        self.epoch_of_unused_batch: Epoch | None = None
+        # The epoch of the batch that was trained on last. The next step of an optimizer is counted for it.
+        self.epoch_of_training: Epoch | None = None
+        # The evaluation that ended last, if a sampler repeated samples in it and no training has followed. Its results
+        # may still be added up.
+        self.padded_evaluation: Epoch | None = None
 
         self.replace_methods()
 
@@ -1390,7 +1399,7 @@ class LoaderObserver:
         Whether the batch is trained on or evaluated shows only when a model is called, so its epoch waits for that.
         """
         epoch = self.epoch_of(iterator)
-        self.waiting_epoch = epoch
+        self.epoch_of_unused_batch = epoch
         if epoch is None:
             return
         if len(epoch.random_draws) < MOST_BATCHES:
@@ -1452,22 +1461,22 @@ class LoaderObserver:
         ``model`` is the model's name in the record, such as "DDP Net 1". ``with_gradients`` says whether gradients are
         recorded, as in training.
         """
-        epoch = self.waiting_epoch
+        epoch = self.epoch_of_unused_batch
         if epoch is None:
             return
-        self.waiting_epoch = None
+        self.epoch_of_unused_batch = None
         if not with_gradients:
             epoch.batches_evaluated += 1
             return
-        self.training_epoch = epoch
+        self.epoch_of_training = epoch
         self.padded_evaluation = None
         if model not in epoch.models:
             epoch.models.append(model)
 
     def optimizer_steps(self) -> None:
         """Before a step of an optimizer: count it for the epoch whose batch it was trained on."""
-        if self.training_epoch is not None:
-            self.training_epoch.steps += 1
+        if self.epoch_of_training is not None:
+            self.epoch_of_training.steps += 1
 
     def find_padding(self, result: Any, tensor: Any, *args: Any, **kwargs: Any) -> None:
         """After ``all_reduce(tensor)`` or ``reduce``: find an evaluation that counts repeated samples.

@@ -34,8 +34,8 @@ def alert():
 def names(alert):
     """A function that returns the names of the troubles that alert.py finds in a job, such as ``["HANGS", "OLD"]``.
 
-    Called without arguments, it takes a job without trouble: it runs since two days, its last 30 steps took two seconds
-    each, and it saved 50 minutes ago. ``names(newest_save=None)`` is the same job, but without a checkpoint.
+    Called without arguments, it takes a job without trouble: it has run for two days, its last 30 steps took two
+    seconds each, and it saved 50 minutes ago. ``names(newest_save=None)`` is the same job, but without a checkpoint.
     """
     steps = []
     for number in range(30, 0, -1):
@@ -62,15 +62,20 @@ def test_a_job_that_trains_and_saves_has_no_trouble(names):
     assert names() == []
 
 
-def test_what_squeue_says_comes_first(names, alert):
+def test_a_job_that_is_not_in_the_queue_has_ended(names):
     assert names(entry=None) == ["ENDED"]
-    assert names(entry=alert.QueueEntry("PENDING", None, "launch failed requeued held")) == ["HELD"]
-    assert names(entry=alert.QueueEntry("PENDING", None, "JobHeldUser")) == ["HELD"]
-    assert names(entry=alert.QueueEntry("PENDING", None, "BadConstraints")) == ["HELD"]
-    # These wait for nodes, and an old log and an old checkpoint are no trouble of theirs.
-    silent = {"log": [alert.LogLine(minutes_ago(300), 2.0)], "newest_save": minutes_ago(300)}
-    for state in ("PENDING", "COMPLETING", "REQUEUED"):
-        assert names(entry=alert.QueueEntry(state, None, "Resources"), **silent) == []
+
+
+@pytest.mark.parametrize("reason", ["launch failed requeued held", "JobHeldUser", "BadConstraints"])
+def test_a_job_that_waits_for_a_person_is_held(names, alert, reason):
+    assert names(entry=alert.QueueEntry("PENDING", None, reason)) == ["HELD"]
+
+
+@pytest.mark.parametrize("state", ["PENDING", "COMPLETING", "REQUEUED"])
+def test_a_job_that_waits_for_nodes_may_have_an_old_log_and_an_old_checkpoint(names, alert, state):
+    waiting = alert.QueueEntry(state, None, "Resources")
+    old_log = [alert.LogLine(minutes_ago(300), 2.0)]
+    assert names(entry=waiting, log=old_log, newest_save=minutes_ago(300)) == []
 
 
 # With the limit of 15 minutes, a job that has been silent for 14 has no trouble, and one that has for 16 hangs.
@@ -93,24 +98,36 @@ def test_a_job_without_a_log_has_its_own_message_after_the_same_time(names, aler
     assert names(log=None, entry=alert.QueueEntry("RUNNING", minutes_ago(5), "None")) == []
 
 
-def test_slow_is_the_median_of_twenty_lines(names, alert):
-    def log_of(seconds):
-        return [alert.LogLine(minutes_ago(0), each) for each in seconds]
+@pytest.mark.parametrize(
+    ("seconds_of_steps", "expected"),
+    [
+        pytest.param([2.3] * 20, ["SLOW"], id="slow"),
+        pytest.param([2.1] * 20, [], id="five percent are no alarm"),
+        pytest.param([2.3] * 19, [], id="too few steps to say"),
+        pytest.param([2.0] * 11 + [60.0] * 9, [], id="nine of twenty steps saved"),
+        pytest.param([2.3] * 30 + [2.0] * 20, [], id="slow until twenty steps ago"),
+    ],
+)
+def test_slow_is_the_median_of_twenty_lines(names, alert, seconds_of_steps, expected):
+    """A step of this job should take two seconds."""
+    log = [alert.LogLine(minutes_ago(0), seconds) for seconds in seconds_of_steps]
+    assert names(log=log) == expected
 
-    assert names(log=log_of([2.3] * 20)) == ["SLOW"]
-    assert names(log=log_of([2.1] * 20)) == []  # five percent are no alarm
-    assert names(log=log_of([2.3] * 19)) == []  # too few to say
-    assert names(log=log_of([2.0] * 11 + [60.0] * 9)) == []  # nine steps saved
-    assert names(log=log_of([2.3] * 30 + [2.0] * 20)) == []  # it was slow yesterday
+
+def test_a_checkpoint_is_old_after_an_hour(names):
+    assert names(newest_save=minutes_ago(61)) == ["OLD"]
+    assert names(newest_save=None) == ["OLD"]  # it started two days ago
+
+
+def test_each_start_of_a_job_has_an_hour_for_its_first_checkpoint(names, alert):
+    started = alert.QueueEntry("RUNNING", minutes_ago(50), "None")
+    assert names(newest_save=minutes_ago(300), entry=started) == []
+    assert names(newest_save=None, entry=started) == []
 
 
 def test_an_old_checkpoint_is_a_trouble_beside_others(names, alert):
-    assert names(newest_save=minutes_ago(61)) == ["OLD"]
-    assert names(newest_save=None) == ["OLD"]  # it started two days ago
-    started = alert.QueueEntry("RUNNING", minutes_ago(50), "None")
-    assert names(newest_save=minutes_ago(300), entry=started) == []  # this start has its hour, too
-    assert names(newest_save=None, entry=started) == []
-    assert names(log=[alert.LogLine(minutes_ago(300), 2.0)], newest_save=minutes_ago(300)) == ["HANGS", "OLD"]
+    silent_since_then = [alert.LogLine(minutes_ago(300), 2.0)]
+    assert names(log=silent_since_then, newest_save=minutes_ago(300)) == ["HANGS", "OLD"]
 
 
 def test_squeues_line_is_read(alert):
@@ -133,36 +150,54 @@ def test_a_line_that_is_half_written_is_left_out(alert, tmp_path):
 
 def test_files_and_folders_count_as_checkpoints(alert, tmp_path):
     assert alert.find_newest_save(tmp_path / "none") is None
-    (tmp_path / "step_00000010.pt").touch()
-    os.utime(tmp_path / "step_00000010.pt", (1000, 1000))
+
+    file = tmp_path / "step_00000010.pt"
+    file.touch()
+    os.utime(file, (1000, 1000))
     assert alert.find_newest_save(tmp_path) == datetime.fromtimestamp(1000)
-    (tmp_path / "step_00000020").mkdir()
-    os.utime(tmp_path / "step_00000020", (2000, 2000))
+
+    folder = tmp_path / "step_00000020"
+    folder.mkdir()
+    os.utime(folder, (2000, 2000))
     assert alert.find_newest_save(tmp_path) == datetime.fromtimestamp(2000)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
 
+# Lines of a shell script that stands in for squeue: Slurm's controller is down, or does not know the job; the job runs,
+# or is held.
 DOWN = "echo call >> calls; echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1"
 UNKNOWN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
 RUNS = "echo RUNNING $(date +%Y-%m-%dT%H:%M:%S) None"
 HELD = "echo PENDING N/A JobHeldUser"
 
 
+def write_program(path, script):
+    """Write a program, a shell script with these lines, and make it executable."""
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def environment_with_programs(folder):
+    """This process's environment, in which the programs of a folder are found before all others."""
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+
+
 @pytest.fixture
 def say(tmp_path):
-    """A function that returns what the command prints if squeue does this. It may run in any order, in one folder."""
+    """A function that runs alert.py once, as a cron job does, and returns what it prints.
 
-    def run(squeue_does):
-        squeue = tmp_path / "squeue"
-        squeue.write_text(f"#!/bin/sh\n{squeue_does}\n")
-        squeue.chmod(0o755)
-        command = [sys.executable, FILE, "4711", "jobs/run"]
-        command += ["--step-seconds=2", "--save-hours=1", "--pause=0"]
-        env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-        return subprocess.run(command, cwd=tmp_path, env=env, check=True, capture_output=True, text=True).stdout
-
+    Its argument is what squeue does at that time, such as HELD. What alert.py has said, it keeps for the next call.
+    """
     (tmp_path / "jobs").mkdir()
+    command = [sys.executable, FILE, "4711", "jobs/run", "--step-seconds=2", "--save-hours=1", "--pause=0"]
+
+    def run(script_of_squeue):
+        write_program(tmp_path / "squeue", script_of_squeue)
+        environment = environment_with_programs(tmp_path)
+        done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+        return done.stdout
+
     return run
 
 
@@ -178,9 +213,9 @@ def test_a_trouble_is_told_once_and_again_after_it_was_gone(say, tmp_path):
 
 def test_squeue_is_asked_three_times_before_it_has_failed(say, tmp_path):
     assert say(DOWN) == "job 4711: NO ANSWER: squeue failed three times\n"
-    assert (tmp_path / "calls").read_text().split() == ["call"] * 3
-    once = f"if [ -e tried ]; then {RUNS}; exit; fi; touch tried; {DOWN}"
-    assert say(once) == ""
+    assert (tmp_path / "calls").read_text().split() == ["call", "call", "call"]
+    down_once_then_runs = f"if [ -e tried ]; then {RUNS}; exit; fi; touch tried; {DOWN}"
+    assert say(down_once_then_runs) == ""
 
 
 # --- chapter 13b's rollback -------------------------------------------------------------------------------------------
@@ -188,22 +223,27 @@ def test_squeue_is_asked_three_times_before_it_has_failed(say, tmp_path):
 
 @pytest.mark.parametrize("last_answer", [UNKNOWN, "exit 0"], ids=["forgotten", "ended"])
 def test_the_rollback_waits_until_squeue_says_that_the_job_is_gone(last_answer, tmp_path):
-    """An error of squeue is no such answer: while the controller is down, the job may still save."""
+    """An error of squeue is no such answer: while the controller is down, the job may still save.
+
+    The line that waits, ``until …``, asks squeue again and again. Here the job runs, then the controller is down, then
+    the job completes, and only the fourth answer says that it is gone.
+    """
     page = json.loads(find_notebook("13b").read_text())
     [source] = ["".join(cell["source"]) for cell in page["cells"] if cell["id"] == "spike-why"]
-    [wait] = [line for line in source.splitlines() if line.startswith("until ")]
-    answers = f"""#!/bin/sh
+    [line_that_waits] = [line for line in source.splitlines() if line.startswith("until ")]
+    answers = f"""\
 echo call >> calls
 case $(wc -l < calls) in
   1) echo '4711 gpu trainer me R 1:00 8 node[1-8]' ;;
   2) echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1 ;;
   3) echo '4711 gpu trainer me CG 1:10 8 node[1-8]' ;;
   *) {last_answer} ;;
-esac
-"""
-    for name, text in {"squeue": answers, "sleep": "#!/bin/sh\n"}.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    subprocess.run(["bash", "-e", "-c", wait], cwd=tmp_path, env=env, check=True, timeout=30)
-    assert (tmp_path / "calls").read_text().split() == ["call"] * 4
+esac"""
+    write_program(tmp_path / "squeue", answers)
+    write_program(tmp_path / "sleep", "")  # takes no time
+
+    command = ["bash", "-e", "-c", line_that_waits]
+    environment = environment_with_programs(tmp_path)
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=30)
+
+    assert (tmp_path / "calls").read_text().split() == ["call", "call", "call", "call"]

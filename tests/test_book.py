@@ -54,14 +54,18 @@ def around_article(path):
 
 @cache
 def text_of_article(path):
-    article = path.read_text(encoding="utf-8").partition("<article")[2].partition("</article>")[0]
-    return html.unescape(re.sub(r"<[^>]*>", "", article.partition(">")[2]))
+    """The text of a page without its tags, and without what is around the article."""
+    _, _, from_article_on = path.read_text(encoding="utf-8").partition("<article")
+    article, _, _ = from_article_on.partition("</article>")
+    _, _, content = article.partition(">")
+    return html.unescape(re.sub(r"<[^>]*>", "", content))
 
 
 # --- the pages --------------------------------------------------------------------------------------------------------
 
 
 def address_of(attributes):
+    """The address that a tag with these attributes links or loads; "" if it does not."""
     return attributes.get("href", attributes.get("src", ""))
 
 
@@ -86,9 +90,11 @@ def broken_links(folder):
             if not address or OTHER_HOST.match(address) or NOT_A_FILE.match(address):
                 continue
             file = file_of(address, path, folder)
-            is_inside = file.is_file() and file.is_relative_to(folder.resolve())
+            is_in_the_book = file.is_file() and file.is_relative_to(folder.resolve())
             anchor = unquote(urlsplit(address).fragment)
-            if not is_inside or (anchor and file.suffix == ".html" and anchor not in links_of(file).ids):
+            if not is_in_the_book:
+                yield f"{page}: {address}"
+            elif anchor and file.suffix == ".html" and anchor not in links_of(file).ids:
                 yield f"{page}: {address}"
 
 
@@ -96,42 +102,61 @@ def test_no_page_has_a_broken_link(book):
     assert list(broken_links(book.html)) == []
 
 
+def characters_in_fonts():
+    """The characters for which the book's fonts have a drawing. CHARACTERS gives their ranges, such as "20-7E,A0"."""
+    characters = set()
+    for part in ",".join(CHARACTERS).split(","):
+        first, _, last = part.partition("-")
+        if last == "":  # a single character
+            last = first
+        characters.update(chr(code) for code in range(int(first, 16), int(last, 16) + 1))
+    return characters
+
+
+def characters_of_page(path):
+    """The characters of a page's text, without spaces."""
+    _, _, body = path.read_text(encoding="utf-8").partition("<body")
+    text = html.unescape(re.sub(r"(?s)<(script|style)\b.*?</\1>|<[^>]*>", "", body))
+    return {character for character in text if not character.isspace()}
+
+
 def test_the_fonts_have_every_character_of_the_pages(book):
     """A character that they lack would be drawn in another font, or as an empty box. tools/subset_fonts.py adds it."""
-    in_fonts = set()
-    for characters in ",".join(CHARACTERS).split(","):
-        first, _, last = characters.partition("-")
-        in_fonts.update(chr(code) for code in range(int(first, 16), int(last or first, 16) + 1))
+    in_fonts = characters_in_fonts()
     missing = {}
     for name in toc_files():
-        body = (book.html / f"{name}.html").read_text(encoding="utf-8").partition("<body")[2]
-        text = html.unescape(re.sub(r"(?s)<(script|style)\b.*?</\1>|<[^>]*>", "", body))
-        foreign = {character for character in text if not character.isspace()} - in_fonts
-        if foreign:
-            missing[name] = foreign
+        not_in_fonts = characters_of_page(book.html / f"{name}.html") - in_fonts
+        if not_in_fonts:
+            missing[name] = not_in_fonts
     assert missing == {}
 
 
 def test_build_is_quiet_and_has_every_page_of_the_toc(book):
-    assert (book.status, book.complaints) == (0, "")
-    assert f"url={toc_files()[0]}.html" in (book.html / "index.html").read_text(encoding="utf-8")
+    assert book.status == 0, book.complaints
+    assert book.complaints == ""
+    missing = [name for name in toc_files() if not (book.html / f"{name}.html").exists()]
+    assert missing == []
+    index = (book.html / "index.html").read_text(encoding="utf-8")
+    assert f"url={toc_files()[0]}.html" in index, "it leads to the first page"
     assert (book.html / ".nojekyll").exists(), "GitHub Pages would leave out the folders that start with _"
-    assert [name for name in toc_files() if not (book.html / f"{name}.html").exists()] == []
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_chapter_has_downloads_and_shows_its_script_and_outputs(book, chapter):
     notebook = ROOT / f"{chapter}.ipynb"
     script = book.scripts / f"{notebook.stem}.py"
-    path = book.html / f"{chapter}.html"
+    page = book.html / f"{chapter}.html"
+
+    classes_of_downloads = {"download", "btn-download-source-button"}  # of links in the text, and of the theme's button
     downloads = {}
-    for _, attributes in links_of(path).tags:
-        if {"download", "btn-download-source-button"} & set(attributes.get("class", "").split()):
-            file = path.parent / attributes["href"]
+    for _, attributes in links_of(page).tags:
+        classes = set(attributes.get("class", "").split())
+        if classes & classes_of_downloads:
+            file = page.parent / attributes["href"]
             downloads[file.name] = file.read_bytes()
     assert downloads == {notebook.name: notebook.read_bytes(), script.name: script.read_bytes()}
 
-    text = text_of_article(path)
+    text = text_of_article(page)
     assert script.read_text(encoding="utf-8").strip() in text
     for cell in nbformat.read(notebook, as_version=4).cells:
         for output in cell.get("outputs", []):
@@ -143,6 +168,7 @@ def test_chapter_has_downloads_and_shows_its_script_and_outputs(book, chapter):
 
 
 def repository_links(page):
+    """The addresses to which the buttons of a page lead, if they are on another host."""
     links = [tag["href"] for tag in page.select(".article-header-buttons a[href]")]
     return [link for link in links if OTHER_HOST.match(link)]
 
@@ -153,7 +179,10 @@ def card_of(page):
 
 
 def build_small_book(folder, address):
-    """Build a book of two notebooks with this book's settings, for tests to which the pages do not matter."""
+    """Build a book of two notebooks with this book's settings, for tests to which the pages do not matter.
+
+    ``address`` is that of its repository. Returns how the Build ended.
+    """
     shutil.copy(ROOT / "_config.yml", folder)
     shutil.copytree(ROOT / "book", folder / "book", ignore=shutil.ignore_patterns("*.md", "__pycache__"))
     toc = "format: jb-book\nroot: notebooks/page\nparts: [{chapters: [{file: notebooks/other}]}]\n"
@@ -167,32 +196,40 @@ def build_small_book(folder, address):
 
 
 def test_no_repository_link_without_the_variable(book):
-    assert [link for name in toc_files() for link in repository_links(around_article(book.html / f"{name}.html"))] == []
+    for name in toc_files():
+        page = around_article(book.html / f"{name}.html")
+        assert repository_links(page) == [], name
 
 
 @pytest.mark.slow
 def test_repository_and_launch_links_with_the_variable(tmp_path):
-    folder, status, complaints = build_small_book(tmp_path, "https://github.com/an-owner/a.name/")
-    assert (status, complaints) == (0, "")
-    path = folder / "notebooks" / "page.html"
+    done = build_small_book(tmp_path, "https://github.com/an-owner/a.name/")
+    assert done.status == 0
+    assert done.complaints == ""
+    path = done.html / "notebooks" / "page.html"
     page = BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser")
+
     links = repository_links(page)
     assert "https://github.com/an-owner/a.name" in links
-    file = "blob/published/notebooks/page.ipynb"
     assert "https://mybinder.org/v2/gh/an-owner/a.name/published?urlpath=lab/tree/notebooks/page.ipynb" in links
+    file = "blob/published/notebooks/page.ipynb"
     assert f"https://colab.research.google.com/github/an-owner/a.name/{file}" in links
     source = quote(f"https://github.com/an-owner/a.name/{file}", safe="")
     assert f"https://www.kaggle.com/kernels/welcome?src={source}" in links
-    question = page.select_one(".last-run a")["href"]
-    assert question == "https://github.com/an-owner/a.name/issues/new?title=notebooks%2Fpage%3A+"
+    link_for_questions = page.select_one(".last-run a")["href"]
+    assert link_for_questions == "https://github.com/an-owner/a.name/issues/new?title=notebooks%2Fpage%3A+"
+
     card = card_of(page)
     assert card["og:title"] == "A page"
     assert card["og:url"] == "https://an-owner.github.io/a.name/notebooks/page.html"
     assert card["og:image"] == "https://an-owner.github.io/a.name/_static/card.png"
-    for sheet in around_article(folder / "404.html").select("link[rel=stylesheet]"):
+
+    for sheet in around_article(done.html / "404.html").select("link[rel=stylesheet]"):
         assert sheet["href"].startswith("/a.name/_static/")
-    loaded = [attributes["href"] for name, attributes in links_of(path).tags if name == "link"]
-    assert [address for address in loaded if OTHER_HOST.match(address)] == [card["og:url"]]  # the canonical address
+
+    canonical_address = card["og:url"]  # the only <link> of a page that may lead to another host
+    linked = [attributes["href"] for name, attributes in links_of(path).tags if name == "link"]
+    assert [address for address in linked if OTHER_HOST.match(address)] == [canonical_address]
 
 
 def test_an_address_that_is_no_repository_on_github_is_refused(monkeypatch):
@@ -214,17 +251,17 @@ def test_every_page_has_a_card_and_the_logo(book):
 
 def test_the_readme_shows_what_a_notebook_holds():
     """Each block of text is an output of the first chapter; each block of Python is in one of its cells."""
-    shown = {"python": "", "text": ""}
+    in_notebook = {"python": "", "text": ""}  # all code of the chapter, and all that it printed
     for cell in nbformat.read(ROOT / f"{CHAPTERS[0]}.ipynb", as_version=4).cells:
         if cell.cell_type == "code":
-            shown["python"] += f"{cell.source}\n"
+            in_notebook["python"] += f"{cell.source}\n"
             for output in cell.outputs:
-                shown["text"] += output.get("text", "")
+                in_notebook["text"] += output.get("text", "")
                 if output.output_type == "error":
-                    shown["text"] += f"{output.ename}: {output.evalue}\n"
-    blocks = re.findall(
-        r"```(python|text)\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL
-    )
-    assert [kind for kind, _ in blocks] == ["python", "text", "text"]
-    for kind, block in blocks:
-        assert block.rstrip() in shown[kind]
+                    in_notebook["text"] += f"{output.ename}: {output.evalue}\n"
+
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```(python|text)\n(.*?)```", readme, flags=re.DOTALL)
+    assert [language for language, _ in blocks] == ["python", "text", "text"]
+    for language, block in blocks:
+        assert block.rstrip() in in_notebook[language]

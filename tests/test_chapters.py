@@ -33,28 +33,40 @@ def test_a_notebook_says_what_the_book_asks_of_it(path):
         'the first page prints a question behind the title: write it into metadata, "book", "question"'
     )
     if path in chapters.chapters():
-        what = 'the tests ask what the numbers of the script must be: write metadata, "book", "script", "result"'
-        assert facts.script.result, what
+        assert facts.script.result, (
+            'the tests ask what the numbers of the script must be: write metadata, "book", "script", "result"'
+        )
     else:
         assert facts.script == Script(), "a page without a script says something of one"
 
 
+def headings_of(path):
+    """The headings of a notebook, of all levels, without their signs #."""
+    notebook = nbformat.read(path, as_version=4)
+    return re.findall(r"^#+ (.*)", prose(notebook), flags=re.MULTILINE)
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_what_is_typed_into_the_search_leads_to_a_heading(path):
-    headings = re.findall(r"^#+ (.*)", prose(nbformat.read(path, as_version=4)), flags=re.MULTILINE)
+    """Where a search says that this notebook answers it, one of the notebook's headings fits the search's pattern."""
+    headings = headings_of(path)
     for typed, answers in searches().items():
         pattern = answers.get(path.stem)
-        if pattern is not None:
-            found = [heading for heading in headings if re.search(pattern, heading, re.IGNORECASE)]
-            assert found, f"{typed!r} should lead to a heading like {pattern!r}, and {path.name} has none"
+        if pattern is None:  # other pages answer this search
+            continue
+        fitting = [heading for heading in headings if re.search(pattern, heading, re.IGNORECASE)]
+        assert fitting, f"{typed!r} should lead to a heading like {pattern!r}, and {path.name} has none"
 
 
 def test_a_search_leads_to_every_page():
-    reached = {page for answers in searches().values() for page in answers}
-    missing = {Path(page).name for page in toc_files()} - reached
+    pages = {Path(page).name for page in toc_files()}
+    pages_of_answers = set()
+    for answers in searches().values():
+        pages_of_answers.update(answers)
+    missing = pages - pages_of_answers
     how = 'write into the notebook\'s metadata, "book", "searches": {what a reader types: a pattern of the heading}'
     assert missing == set(), f"no search is said to lead to {', '.join(sorted(missing))}: {how}"
-    assert reached <= {Path(page).name for page in toc_files()}
+    assert pages_of_answers <= pages, "an answer names a page that there is not"
 
 
 def test_the_toc_names_every_page_once():
@@ -85,11 +97,13 @@ def test_what_is_left_out_has_its_default():
         }
     }
     facts = facts_in(metadata, "one")
-    assert facts.question == "Why?" and facts.script.rehearsals == [Rehearsal(nodes=2, gpus=8)]
-    assert facts.line("--a 1") == Line("--a 1", here="--a 2") and facts.line("--b") == Line("--b")
+    assert facts.question == "Why?"
+    assert facts.script.rehearsals == [Rehearsal(nodes=2, gpus=8)]
+    assert facts.line("--a 1") == Line("--a 1", here="--a 2")
+    assert facts.line("--b") == Line("--b")
 
 
-WRONG = {  # what a notebook says of itself: what is said of that
+ERRORS_OF_METADATA = {  # a notebook's metadata, "book": the beginning of the error
     '{"questoin": "Why?"}': "one: metadata.book has an unknown entry: questoin.\nIt may have: question, formerly,",
     '{"script": {"quick": "--steps 1"}}': "one: metadata.book.script has an unknown entry: quick.\nIt may have: ",
     '{"script": {"lines": [{"here": ""}]}}': "one: metadata.book.script.lines: an entry of it has no flags.\nAdd it",
@@ -99,11 +113,12 @@ WRONG = {  # what a notebook says of itself: what is said of that
 }
 
 
-@pytest.mark.parametrize("said", WRONG)
-def test_what_no_field_reads_is_refused_in_two_lines(said, tmp_path):
+@pytest.mark.parametrize("metadata", ERRORS_OF_METADATA)
+def test_what_no_field_reads_is_refused_in_two_lines(metadata, tmp_path):
     path = tmp_path / "one"
-    path.write_text(f'{{"metadata": {{"book": {said}}}}}')
-    with pytest.raises(ExportError, match=re.escape(WRONG[said])) as refused:
+    path.write_text(f'{{"metadata": {{"book": {metadata}}}}}')
+    message = ERRORS_OF_METADATA[metadata]
+    with pytest.raises(ExportError, match=re.escape(message)) as refused:
         facts_at(path)
     assert len(str(refused.value).splitlines()) == 2
 
@@ -131,15 +146,19 @@ def test_a_result_is_held_to_its_conditions():
 BLOCK = "```{chapters}\nwords: what they mean\n```\n"
 
 
+# A line of the list: "  4. [DDP](../notebooks/04_topic.ipynb): A question?", or "  * [More](…): …" without a number
+LINE_OF_LIST = re.compile(r"^  (?:\d+\.|\*) \[[^]]+\]\((?P<link>[^)]+)\): \S", flags=re.MULTILINE)
+
+
 def test_the_first_page_lists_every_page_of_the_toc():
     intro = (ROOT / "book" / "intro.md").read_text(encoding="utf-8")
-    page = front_page.with_chapters(intro, ROOT)
+    intro_with_list = front_page.with_chapters(intro, ROOT)
     listed = []
-    for link in re.findall(r"(?m)^  (?:\d+\.|\*) \[[^]]+\]\(([^)]+)\): \S", page):
-        path = (ROOT / "book" / link).resolve().relative_to(ROOT.resolve())
+    for line in LINE_OF_LIST.finditer(intro_with_list):
+        path = (ROOT / "book" / line["link"]).resolve().relative_to(ROOT.resolve())
         listed.append(path.with_suffix("").as_posix())
-    not_listed = ("book/intro", "book/how_to_run")
-    assert listed == [page for page in toc_files() if page not in not_listed]
+    linked_elsewhere = ("book/intro", "book/how_to_run")
+    assert listed == [page for page in toc_files() if page not in linked_elsewhere]
 
 
 @pytest.fixture
@@ -206,18 +225,18 @@ def files_of_the_project():
         paths += ROOT.glob(pattern)
     for folder in ("helpers", "tests", "tools", ".ci", ".github"):
         paths += (ROOT / folder).rglob("*")
-    return {
-        path.relative_to(ROOT).as_posix(): path for path in paths if path.is_file() and "__pycache__" not in path.parts
-    }
+    return [path for path in paths if path.is_file() and "__pycache__" not in path.parts]
 
 
 def test_no_file_names_a_chapter_but_to_teach():
-    """A test or a command looks it up: ``find_notebook("04")``, or by what the chapter says of itself."""
-    names = "|".join(path.stem for path in chapters.numbered())
-    naming = {}
-    for name, path in files_of_the_project().items():
-        found = re.findall(rf"\b(?:{names})\b", path.read_text(encoding="utf-8", errors="replace"))
-        if found:
-            naming[name] = sorted(set(found))
-    assert {name: found for name, found in naming.items() if name not in TEACHING} == {}
-    assert TEACHING.keys() <= naming.keys(), "a file of this list names no chapter now: take it out"
+    """A chapter's file can be renamed, because no other file has its name. A test looks it up: find_notebook("04")."""
+    any_chapter = "|".join(path.stem for path in chapters.numbered())
+    chapters_in_files = {}  # {file: the chapters that it names}
+    for path in files_of_the_project():
+        text = path.read_text(encoding="utf-8", errors="replace")
+        named = set(re.findall(rf"\b(?:{any_chapter})\b", text))
+        if named:
+            chapters_in_files[path.relative_to(ROOT).as_posix()] = named
+    not_to_teach = {file: named for file, named in chapters_in_files.items() if file not in TEACHING}
+    assert not_to_teach == {}
+    assert TEACHING.keys() <= chapters_in_files.keys(), "a file of this list names no chapter now: take it out"

@@ -18,8 +18,7 @@ import pytest
 from leftovers import wait_until
 from printed import printed
 from scripting import CHAPTERS, ROOT, export
-from test_promises import ELSEWHERE as ON_TWO_NODES
-from test_promises import LINES, PLAN_OF_CHAPTER_15
+from test_promises import LINES, LINES_FOR_BOTH_NODES, PLAN_OF_CHAPTER_15
 
 from helpers.export.chapters import find_notebook, preflight
 
@@ -28,28 +27,32 @@ pytestmark = pytest.mark.timeout(900)
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """How a line is run here, and what it must do. The patterns are searched in what it prints."""
+    """How a line is run here, and what it must do."""
 
-    prints: tuple[str, ...] = ()
+    prints: tuple[str, ...] = ()  # patterns of which each is found in what it prints
     writes: tuple[str, ...] = ()  # files and folders that it leaves
     typed: str = "{}"  # what is typed for it; {} is the line itself
     status: int = 0
     daily: bool = False  # what it starts takes long, and is tested on each push in another way
-    never_prints: tuple[str, ...] = ()
+    never_prints: tuple[str, ...] = ()  # patterns of which none is found in what it prints
 
 
 def selects(words):
-    """A line of make that runs tests: here make only says which it would run."""
+    """The Way of a line of make that runs tests: here make only says which it would run, which has these words."""
     return Way((words,), typed="{} --dry-run")
 
 
 def exports(*names, folder="scripts"):
+    """The Way of a line that writes files with these names into a folder."""
     return Way(writes=tuple(f"{folder}/{name}" for name in names))
 
 
-FIRST, GROUPS, DDP, FSDP, TRAINER, CAPSTONE = (
-    find_notebook(number).stem for number in ("00", "01", "04", "06", "11", "16")
-)
+FIRST = find_notebook("00").stem
+GROUPS = find_notebook("01").stem
+DDP = find_notebook("04").stem
+FSDP = find_notebook("06").stem
+TRAINER = find_notebook("11").stem
+CAPSTONE = find_notebook("16").stem
 PREFLIGHT = preflight()
 BATCH_FILE = f"../notebooks/{find_notebook('12c').name}"  # the page about it
 # With this line a chapter begins to say how its script is started.
@@ -63,7 +66,7 @@ REPLACED = {  # what a reader replaces: what it is here
     "ADDRESS": str(ROOT),
     " ...": " --nproc-per-node=2 train.py",
 }
-WAYS = {
+WAYS = {  # the lines that this file runs
     "make help": Way(("make book", "make rehearse", "make lock")),
     "make check CHAPTER=04": Way(("what ran", r"\branks +[\d.]+ s +\d\d passed"), daily=True, never_prints=("failed",)),
     "make check CHAPTER=NN": selects(f'"notebooks/{FIRST}.ipynb" tests/test_chapters.py .* -k "{FIRST} or '),
@@ -156,11 +159,21 @@ WAYS = {
         status=1,
     ),
 }
-SERVED = {"make serve": "World Size One", "make lab": "JupyterLab"}  # its page
-SLURM, TWO_HOSTS = "test_slurm.py::test_", "test_two_hosts.py::test_"
+SERVED = {"make serve": "World Size One", "make lab": "JupyterLab"}  # a line that serves a page: words of the page
+SLURM = "test_slurm.py::test_"
+TWO_HOSTS = "test_two_hosts.py::test_"
 STATIC = "torchrun --nnodes=2 --node-rank={} --master-addr=HOST "
 C10D = "--rdzv-backend=c10d {}--rdzv-endpoint=HOST:29500"
-TESTS = {  # by which other test a line is run
+
+
+def which_test_of_two_hosts(line):
+    """The test that runs a line which is typed on each of two nodes. With --nnodes=1:2, one node is enough."""
+    if "--nnodes=1:2" in line:
+        return f"{TWO_HOSTS}elastic_goes_on"
+    return f"{TWO_HOSTS}a_worker_an_agent_a_link_are_lost"
+
+
+TESTS = {  # by which other test a line is run, as "file::words that are in the file"
     "make book": "../.ci/run::make book &&",
     "make pages": "test_browser.py::test_the_measures_of_a_page_are_those_of_its_blocks",
     "make pdf": "test_pdf.py::test_every_page_of_the_toc_is_there_under_its_title_and_number",
@@ -211,10 +224,7 @@ TESTS = {  # by which other test a line is run
     f"torchrun --nproc-per-node=8 --nnodes=2 --max-restarts=3 {C10D.format('')} train.py": (
         f"{TWO_HOSTS}a_worker_an_agent_a_link_are_lost"
     ),
-    **{
-        text: TWO_HOSTS + ("elastic_goes_on" if "--nnodes=1:2" in text else "a_worker_an_agent_a_link_are_lost")
-        for text in ON_TWO_NODES
-    },
+    **{line: which_test_of_two_hosts(line) for line in LINES_FOR_BOTH_NODES},
     "srun python -m helpers doctor": f"{SLURM}doctor_under_srun",
     f"cd scripts && sbatch {TRAINER}.sbatch --epochs 50": f"{SLURM}a_job_that_is_stopped_preempted_and_loses_a_node",
     f"cd jobs && sbatch {TRAINER}.sbatch --epochs 50": f"{SLURM}a_job_that_is_stopped_preempted_and_loses_a_node",
@@ -289,67 +299,84 @@ NOT_HERE = {  # why a line cannot be run here
 }
 
 
-def of_chapters():
-    """{line: the test that runs it}, of torchrun lines with a chapter's script."""
+def tests_of_chapters():
+    """By which test each torchrun line with a chapter's script is run: {line: test}."""
     tests = {}
     for line in LINES:
+        if line.text in LINES_FOR_BOTH_NODES:  # they are in TESTS
+            continue
         if line.nodes == 2:
             tests[line.text] = "test_promises.py::test_a_line_on_each_of_two_nodes"
         elif line.flags:
             tests[line.text] = "test_promises.py::test_lines_of_one_node_in_their_order"
         else:
             tests[line.text] = "test_scripts.py::test_chapter"
-    return {text: test for text, test in tests.items() if text not in ON_TWO_NODES}
+    return tests
 
 
-def of_exports():
-    """{line: the test that runs it}, of the lines that export a chapter's script: chapter 0's is run."""
+def tests_of_exports():
+    """By which test each line that exports a chapter's script is run: {line: test}. One of them is run: chapter 0's."""
     lines = {ENTER.format(path.stem[:2]) for path in CHAPTERS} - set(WAYS)
     return {line: "test_commands.py::def test_a_line_does_what_the_page_says" for line in lines & set(printed())}
 
 
 def test_each_line_is_in_one_table_and_each_row_is_printed():
-    tables = [WAYS, SERVED, TESTS, NOT_HERE, of_chapters(), of_exports()]
-    rows = [text for table in tables for text in table]
+    run_by_tests = [TESTS, tests_of_chapters(), tests_of_exports()]
+    rows = []
+    for table in [WAYS, SERVED, NOT_HERE, *run_by_tests]:
+        rows += table
     assert sorted(rows) == sorted(printed())
-    for test in {*TESTS.values(), *of_chapters().values(), *of_exports().values()}:
-        file, name = test.split("::")
-        assert name in (ROOT / "tests" / file).read_text(), test
+
+    for table in run_by_tests:
+        for test in table.values():
+            file, name = test.split("::")
+            assert name in (ROOT / "tests" / file).read_text(), test
+
+
+@dataclasses.dataclass(frozen=True)
+class Folders:
+    """Where lines are typed."""
+
+    project: Path  # a copy of the project, which shares its .venv: for lines of make and pytest
+    reader: Path  # a reader's folder, with .venv, train.py, my_script.py, package/train.py and a notebook
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A copy of the project, which shares .venv, and a reader's folder with scripts and a notebook."""
+    """The Folders in which the lines of this file are typed, one after the other."""
     project = tmp_path_factory.mktemp("copy") / "project"
-    reader = tmp_path_factory.mktemp("reader")
     shutil.copytree(ROOT, project, ignore=shutil.ignore_patterns(".*", "_build", "__pycache__", "scripts"))
     shutil.rmtree(project / "verify", ignore_errors=True)
     shutil.copytree(ROOT / ".ci", project / ".ci")  # tests read it
     (project / ".venv").symlink_to(Path(sys.prefix))
     for name in ("requirements.txt", "requirements.lock", "pyproject.toml"):
-        os.utime(project / name, (0, 0))  # .venv is ready
+        os.utime(project / name, (0, 0))  # older than .venv, or make would install into it
+
+    reader = tmp_path_factory.mktemp("reader")
     (reader / ".venv").symlink_to(Path(sys.prefix))
+    export(GROUPS, reader / "train").rename(reader / "train.py")
+    export(FIRST, reader / "my_script").rename(reader / "my_script.py")
     (reader / "package").mkdir()
-    for chapter, name in ((GROUPS, "train.py"), (FIRST, "my_script.py")):
-        export(chapter, reader / name[:-3]).rename(reader / name)
     shutil.copy(reader / "my_script.py", reader / "package" / "train.py")
     (reader / "notebooks").mkdir()
     shutil.copy(find_notebook(DDP), reader / "notebooks")
-    return project, reader
+    return Folders(project, reader)
 
 
-def started(command, folders, output):
-    """(a shell that runs a command, the folder in which it does). What it prints goes to the file ``output``."""
-    of_this_run = ("PYTEST", "MAKE", "ALL", "DAILY", "ARGS", "BUILT_BOOK", "CI", "MFLAGS", "PYTHONPATH")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(of_this_run)}
-    environment |= {"PATH": f"{sys.prefix}/bin:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-    environment |= {f"JUPYTER_{name}_DIR": str(output.parent / name) for name in ("CONFIG", "DATA", "RUNTIME")}
-    project, reader = folders
-    folder = reader
-    if re.search(r"\b(make|pytest) ", command):
-        folder = project
+# Variables of the environment, by their first letters, that this run of the tests has and a reader's shell has not.
+OF_THIS_RUN = ("PYTEST", "MAKE", "ALL", "DAILY", "ARGS", "BUILT_BOOK", "CI", "MFLAGS", "PYTHONPATH")
+
+
+def start(command, folder, output):
+    """Start a shell that runs a command in a folder and prints to the file ``output``. Returns its process."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(OF_THIS_RUN)}
+    environment["PATH"] = f"{sys.prefix}/bin:{os.environ['PATH']}"
+    environment["OMP_NUM_THREADS"] = "1"
+    environment["COLUMNS"] = "120"
+    for name in ("CONFIG", "DATA", "RUNTIME"):
+        environment[f"JUPYTER_{name}_DIR"] = str(output.parent / name)
     with output.open("w") as file:
-        shell = subprocess.Popen(
+        return subprocess.Popen(
             ["bash", "-c", command],
             cwd=folder,
             env=environment,
@@ -358,25 +385,40 @@ def started(command, folders, output):
             stderr=file,
             start_new_session=True,
         )
-    return shell, folder
+
+
+def lines_with_marks():
+    """The lines of WAYS as parameters of a test. Those that take long have the mark "daily"."""
+    parameters = []
+    for line, way in WAYS.items():
+        if way.daily:
+            parameters.append(pytest.param(line, marks=pytest.mark.daily))
+        else:
+            parameters.append(line)
+    return parameters
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "text", [pytest.param(text, marks=[pytest.mark.daily] if way.daily else []) for text, way in WAYS.items()]
-)
+@pytest.mark.parametrize("text", lines_with_marks())
 def test_a_line_does_what_the_page_says(text, folders, tmp_path):
     way = WAYS[text]
     line = text
     for word, replacement in REPLACED.items():
         line = line.replace(word, replacement)
-    process, folder = started(way.typed.replace("{}", line), folders, tmp_path / "output")
+    command = way.typed.replace("{}", line)
+    folder = folders.reader
+    if re.search(r"\b(make|pytest) ", command):
+        folder = folders.project
+    output = tmp_path / "output"
+
+    shell = start(command, folder, output)
     try:
-        status = process.wait(800)
+        status = shell.wait(800)
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    out = (tmp_path / "output").read_text()
+        if shell.poll() is None:
+            os.killpg(shell.pid, signal.SIGKILL)
+
+    out = output.read_text()
     assert status == way.status, out
     for pattern in way.prints:
         assert re.search(pattern, out), f"{pattern}\n{out}"
@@ -386,33 +428,42 @@ def test_a_line_does_what_the_page_says(text, folders, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", SERVED)
-def test_a_page_is_served(text, folders, tmp_path):
-    (folders[0] / "_build" / "html").mkdir(parents=True, exist_ok=True)
-    (folders[0] / "_build" / "html" / "index.html").write_text("World Size One")
-    flags = "PORT=18765" if text == "make serve" else "ARGS='--no-browser --allow-root --port=0'"
-    process, _ = started(f"{text} {flags}", folders, tmp_path / "output")
+@pytest.mark.parametrize("line", SERVED)
+def test_a_page_is_served(line, folders, tmp_path):
+    """`make serve` and `make lab` print an address, at which there is a page with the words in SERVED."""
+    html = folders.project / "_build" / "html"
+    html.mkdir(parents=True, exist_ok=True)
+    (html / "index.html").write_text("World Size One")
+    if line == "make serve":
+        flags = "PORT=18765"
+    else:
+        flags = "ARGS='--no-browser --allow-root --port=0'"
+    output = tmp_path / "output"
+
+    def printed_addresses():
+        return re.findall(r"http://127\.0\.0\.1:\d+/\S*", output.read_text())
+
+    def read_page():
+        """The page at the last address that was printed; "" as long as nothing answers there."""
+        with contextlib.suppress(OSError):
+            return urllib.request.urlopen(printed_addresses()[-1], timeout=20).read().decode()
+        return ""
+
+    shell = start(f"{line} {flags}", folders.project, output)
     try:
-        url = r"http://127\.0\.0\.1:\d+/\S*"
-        addresses = wait_until(lambda: re.findall(url, (tmp_path / "output").read_text()), 120)
-        assert addresses, (tmp_path / "output").read_text()
-
-        def page():
-            with contextlib.suppress(OSError):
-                return urllib.request.urlopen(addresses[-1], timeout=20).read().decode()
-            return ""
-
-        assert SERVED[text] in wait_until(page, 60), addresses
+        assert wait_until(printed_addresses, 120), output.read_text()
+        assert SERVED[line] in wait_until(read_page, 60), output.read_text()
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait(60)
+        os.killpg(shell.pid, signal.SIGTERM)
+        shell.wait(60)
 
 
 @pytest.mark.daily
 @pytest.mark.parametrize("chapter", range(len(CHAPTERS)))
 def test_a_rehearsal_of_defaults_ends_within_a_minute(chapter, folders, tmp_path):
-    process, _ = started(f"python -m helpers rehearse {chapter} --timeout 60", folders, tmp_path / "output")
-    status = process.wait(300)
-    out = (tmp_path / "output").read_text()
+    output = tmp_path / "output"
+    shell = start(f"python -m helpers rehearse {chapter} --timeout 60", folders.reader, output)
+    status = shell.wait(300)
+    out = output.read_text()
     assert status == 0, out
     assert "Rehearsal on 2 pretended GPUs" in out

@@ -33,14 +33,25 @@ INIT = "import torch.distributed as dist\n\ndist.init_process_group({})"
 
 
 def notebook(*cells):
-    """A notebook. A text may begin with ``#:`` (markdown), ``p:`` (parameters) or ``-:`` (left out)."""
-    tags = {"p:": ["parameters"], "-:": []}
-    parts = []
+    """A notebook of these cells, each given as its source. Two characters before the source say what the cell is.
+
+    - ``#:`` is a cell of Markdown.
+    - ``p:`` is the cell with the parameters, which become flags.
+    - ``-:`` is a cell without a tag, which is left out of the script if any cell has one.
+    - Without such a beginning the cell is tagged ``export``.
+    """
+    cells_of_notebook = []
     for cell in cells:
-        kind, source = (cell[:2], cell[2:]) if cell[:2] in ("#:", *tags) else ("", cell)
-        metadata = {"tags": tags.get(kind, ["export"])}
-        parts.append(new_markdown_cell(source) if kind == "#:" else new_code_cell(source, metadata=metadata))
-    return new_notebook(cells=parts)
+        beginning = cell[:2]
+        if beginning == "#:":
+            cells_of_notebook.append(new_markdown_cell(cell[2:]))
+        elif beginning == "p:":
+            cells_of_notebook.append(new_code_cell(cell[2:], metadata={"tags": ["parameters"]}))
+        elif beginning == "-:":
+            cells_of_notebook.append(new_code_cell(cell[2:]))
+        else:
+            cells_of_notebook.append(new_code_cell(cell, metadata={"tags": ["export"]}))
+    return new_notebook(cells=cells_of_notebook)
 
 
 def exported(*cells):
@@ -97,12 +108,13 @@ def test_becomes(case):
 
 def test_a_notebook_without_tags_gives_all_its_cells():
     text = script_from_notebook(notebook("-:x = 1", "p:n: int = 1", "-:" + START), "sample")
-    assert "    x = 1\n\n    device = start_process_group()\n" in text and '"--n"' in text
+    assert "    x = 1\n\n    device = start_process_group()\n" in text
+    assert '"--n"' in text
 
 
 # ---- What is refused
 
-REFUSED = {  # {what: (cells, the message without the cell)}
+REFUSED = {  # {what: (cells, words of the message)}
     "syntax": (["x ="], "sample, cell 1 is not Python in line 1, `x =`: invalid syntax. Correct it"),
     "a magic": (["%cd ..\nx = 1"], "cell 1 is not Python in line 1, `%cd ..`: invalid syntax. Correct it, or move it"),
     "another cell's name": (["-:y = 1", "x = y"], "cell 2: `x = y` reads y, which no exported cell binds. Bind it"),
@@ -139,8 +151,9 @@ def test_refused(case):
     cells, words = REFUSED[case]
     with pytest.raises(ExportError) as error:
         exported(*cells)
-    assert words in str(error.value) and str(error.value).startswith("sample")
-    assert len(str(error.value).splitlines()) == 1
+    [message] = str(error.value).splitlines()
+    assert message.startswith("sample")
+    assert words in message
 
 
 def test_without_tags_the_way_out_of_a_magic_is_to_tag():
@@ -168,7 +181,8 @@ def test_a_notebook_that_starts_no_process_group(cells):
     ],
 )
 def test_what_is_fine(cell):
-    compile(exported(cell), "sample.py", "exec")
+    script = exported(cell)
+    compile(script, "sample.py", "exec")  # raises SyntaxError if it is not Python
 
 
 @pytest.mark.parametrize(
@@ -189,64 +203,88 @@ def test_a_script_does_not_shadow_a_module(name, cell, expected):
 
 @pytest.fixture
 def sample(tmp_path):
+    """The path of a notebook with a title and a cell that starts the process group."""
     path = tmp_path / "07_sample.ipynb"
     nbformat.write(notebook("#:# Sample", START), path)
     return path
 
 
+def docstring(script):
+    """The docstring of an exported script, which is all that comes before its imports."""
+    beginning, _, _ = script.partition("import")
+    return beginning
+
+
 def test_a_script_says_on_which_versions_it_was_run():
-    text = script_from_notebook(notebook(START), "sample", ["2.11.0", "2.13.0", "2.15.0"])
-    assert 'sample.py\n\nTested on CPUs with PyTorch 2.11.0, 2.13.0 and 2.15.0.\n"""' in text
-    assert 'Tested on CPUs with PyTorch 2.11.0.\n"""' in script_from_notebook(notebook(START), "sample", ["2.11.0"])
-    changed = script_from_notebook(notebook(START), "sample", [])
-    assert 'Not tested again since its last change.\n"""' in changed and changed.count("\n") == text.count("\n")
-    assert "ested" not in script_from_notebook(notebook(START), "sample").partition("import")[0]
+    sample = notebook(START)
+    on_three = script_from_notebook(sample, "sample", ["2.11.0", "2.13.0", "2.15.0"])
+    assert 'sample.py\n\nTested on CPUs with PyTorch 2.11.0, 2.13.0 and 2.15.0.\n"""' in on_three
+
+    on_one = script_from_notebook(sample, "sample", ["2.11.0"])
+    assert 'Tested on CPUs with PyTorch 2.11.0.\n"""' in on_one
+
+    on_none = script_from_notebook(sample, "sample", [])
+    assert 'Not tested again since its last change.\n"""' in on_none
+    assert on_none.count("\n") == on_three.count("\n")  # so that no line has another number once it is tested
+
+    own_notebook = script_from_notebook(sample, "sample")
+    assert "ested" not in docstring(own_notebook)
 
 
 def test_the_commands_for_gpus_name_nccl_if_the_script_has_the_flag():
-    text = script_from_notebook(notebook('p:backend: str = ""', f"{START}\nprint(backend)"), "sample")
-    commands = [line for line in text.partition("import")[0].splitlines() if "sample.py" in line]
-    assert len(commands) == 2
-    assert all(command.endswith("sample.py --backend nccl") for command in commands)
+    with_flag = notebook('p:backend: str = ""', f"{START}\nprint(backend)")
+    text = docstring(script_from_notebook(with_flag, "sample"))
+    commands_for_gpus = [line for line in text.splitlines() if "sample.py" in line]
+    assert len(commands_for_gpus) == 2
+    for command in commands_for_gpus:
+        assert command.endswith("sample.py --backend nccl")
     assert "without GPUs: --nproc-per-node=2 --backend gloo" in text
-    assert "nccl" not in script_from_notebook(notebook(START), "sample").partition("import")[0]
+
+    without_flag = script_from_notebook(notebook(START), "sample")
+    assert "nccl" not in docstring(without_flag)
 
 
 def test_the_recorded_versions_are_those_of_an_unchanged_chapter(sample, tmp_path, monkeypatch):
-    chapters, own = tmp_path / "chapters", tmp_path / sample.name
-    chapters.mkdir()
-    chapter = Path(shutil.copy(sample, chapters))
-    monkeypatch.setattr(commands, "NOTEBOOKS", chapters)
+    """They are forgotten when the chapter changes. None is returned for a notebook that is no chapter."""
+    folder = tmp_path / "chapters"
+    folder.mkdir()
+    chapter = Path(shutil.copy(sample, folder))
+    monkeypatch.setattr(commands, "NOTEBOOKS", folder)
     assert commands.tested_with(chapter) == []
+
     record = Record()
-    for version in ("2.13.0", "2.11.0"):
-        add_script(record, chapter.stem, fingerprint(chapter), version)
-    write_record(record, chapters / FILE_NAME)
+    add_script(record, chapter.stem, fingerprint(chapter), "2.13.0")
+    add_script(record, chapter.stem, fingerprint(chapter), "2.11.0")
+    write_record(record, folder / FILE_NAME)
     assert commands.tested_with(chapter) == ["2.11.0", "2.13.0"]
-    assert commands.tested_with(own) is None
+    assert commands.tested_with(sample) is None
+
     nbformat.write(notebook("#:# Sample", "x = 1", START), chapter)
     assert commands.tested_with(chapter) == []
 
 
 def test_export_writes_a_script_once(helpers, sample, tmp_path, monkeypatch):
+    """A script that somebody has changed is not overwritten, unless --force asks for it."""
     monkeypatch.chdir(tmp_path)
     script = Path("scripts", "07_sample.py")
     assert helpers("export", sample.name) == (0, f"{script}\n", "")
     assert script.read_text() == script_from_notebook(read_notebook(sample), "07_sample")
-    assert helpers("export", sample)[0] == 0
+    assert helpers("export", sample)[0] == 0  # the script is there, and would be the same
+
     script.write_text("mine")
     status, _, errors = helpers("export", sample)
     assert status == 1
     assert "exists and differs" in errors
     assert "--force" in errors
     assert script.read_text() == "mine"
+
     assert helpers("export", sample, "--force")[0] == 0
     assert '"""Sample.' in script.read_text()
 
 
 def test_what_cannot_be_written(helpers, sample, tmp_path):
     (tmp_path / "file").touch()
-    (tmp_path / "taken" / "07_sample.py").mkdir(parents=True)
+    (tmp_path / "taken" / "07_sample.py").mkdir(parents=True)  # a folder with the script's name
     for out in ("file", "file/below", "taken"):
         status, _, errors = helpers("export", sample, "--force", "--out", tmp_path / out)
         assert status == 1
@@ -259,6 +297,7 @@ def test_a_full_disk_leaves_the_old_file_and_is_named(helpers, sample, tmp_path,
     script.write_text("old")
 
     def write_half(path, text, **options):
+        """Path.write_text on a disk that is full after half of the text."""
         path.write_bytes(text[: len(text) // 2].encode())
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -271,6 +310,7 @@ def test_a_full_disk_leaves_the_old_file_and_is_named(helpers, sample, tmp_path,
 
 
 def test_force_does_not_follow_a_link_out_of_the_folder(helpers, sample, tmp_path):
+    """If a link has the script's name, the script replaces the link, and the file behind the link stays as it is."""
     mine = tmp_path / "mine.py"
     mine.write_text("mine")
     script = tmp_path / "out" / "07_sample.py"
@@ -302,25 +342,45 @@ def test_a_refused_notebook_writes_nothing(helpers, tmp_path, text):
     assert not (tmp_path / "out").exists()
 
 
-def test_chapters_are_found_by_number_and_name(helpers, tmp_path, monkeypatch):
+@pytest.fixture
+def notebooks(tmp_path, monkeypatch):
+    """A folder in the place of the book's notebooks: two chapters, a page beside the second, and the template."""
     for name in ("00_first", "04_many", "04b_more", "template"):
         nbformat.write(notebook(f"#:# The **{name}**", START), tmp_path / f"{name}.ipynb")
     monkeypatch.setattr(commands, "NOTEBOOKS", tmp_path)
-    for chapter in ("4", "04", "04_many", "many", str(tmp_path / "04_many.ipynb")):
-        assert commands.find_notebook(chapter) == tmp_path / "04_many.ipynb"
-    for chapter in ("0", "00", "first"):
-        assert commands.find_notebook(chapter) == tmp_path / "00_first.ipynb"
-    for page in ("4b", "04b", "04b_more", "more", str(tmp_path / "04b_more.ipynb")):
-        assert commands.find_notebook(page) == tmp_path / "04b_more.ipynb"
-        for command in ("export", "run", "rehearse"):
-            status, _, errors = helpers(command, page)
-            assert status == 1
-            assert errors == (
-                "error: 04b_more has no script: it is a page beside chapter 04.\nGive the chapter's number: 04\n"
-            )
-    assert helpers("export", "--all", "--out", tmp_path / "out")[0] == 0
-    assert sorted(os.listdir(tmp_path / "out")) == ["00_first.py", "04_many.py"]
-    assert helpers("list")[1].split() == ["00_first", "The", "00_first", "04_many", "The", "04_many"]
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("00_first", ["0", "00", "first"]),
+        ("04_many", ["4", "04", "many"]),
+        ("04b_more", ["4b", "04b", "more"]),
+    ],
+)
+def test_chapters_are_found_by_number_and_name(notebooks, name, texts):
+    path = notebooks / f"{name}.ipynb"
+    for text in [*texts, name, str(path)]:
+        assert commands.find_notebook(text) == path
+
+
+@pytest.mark.parametrize("command", ["export", "run", "rehearse"])
+def test_a_page_beside_a_chapter_has_no_script(helpers, notebooks, command):
+    expected = "error: 04b_more has no script: it is a page beside chapter 04.\nGive the chapter's number: 04\n"
+    for page in ("4b", "04b", "04b_more", "more", str(notebooks / "04b_more.ipynb")):
+        status, _, errors = helpers(command, page)
+        assert status == 1
+        assert errors == expected
+
+
+def test_all_chapters_and_nothing_else_are_exported_and_listed(helpers, notebooks, tmp_path):
+    out = tmp_path / "out"
+    assert helpers("export", "--all", "--out", out)[0] == 0
+    assert sorted(os.listdir(out)) == ["00_first.py", "04_many.py"]
+
+    _, listed, _ = helpers("list")
+    assert listed.split() == ["00_first", "The", "00_first", "04_many", "The", "04_many"]  # names and titles
 
 
 @pytest.mark.parametrize(
@@ -337,26 +397,28 @@ def test_chapters_are_found_by_number_and_name(helpers, tmp_path, monkeypatch):
 )
 def test_usage(helpers, arguments, status, expected):
     done, out, errors = helpers(*arguments)
-    assert done == status and expected in out + errors
+    assert done == status
+    assert expected in out + errors
 
 
 # ---- The installed package
 
 
 def test_the_package_names_what_it_imports():
+    """The dependencies in pyproject.toml are the packages that the helpers and the chapters import, and no others."""
     modules = {"sklearn", "safetensors"}  # The chapters' data are sklearn's; their models are saved with safetensors.
     for path in (ROOT / "helpers").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             modules.update(packages_of(node))
     modules -= {"helpers", *sys.stdlib_module_names}
-    distributions = packages_distributions()
+    distributions = packages_distributions()  # {module: [the packages that install it]}
     needed = {distributions[module][0].lower().replace("_", "-") for module in modules}
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     requirements = list(project["dependencies"])
     for extra in project["optional-dependencies"].values():
         requirements += extra
-    named = {re.match(r"[\w-]+", requirement)[0] for requirement in requirements}
+    named = {re.match(r"[\w-]+", requirement)[0] for requirement in requirements}  # "numpy" of "numpy>=1.26"
     assert needed == named
 
 
@@ -364,45 +426,63 @@ def test_a_chapter_imports_no_package_of_an_extra():
     """So a notebook that is opened on Colab needs the helpers, what they name as dependencies, and nothing else."""
     modules = set()
     for path in (ROOT / "notebooks").glob("*.ipynb"):
-        modules |= set(re.findall(r"(?:from|import) (helpers[\w.]*)", path.read_text(encoding="utf-8")))
+        source = path.read_text(encoding="utf-8")
+        modules |= set(re.findall(r"(?:from|import) (helpers[\w.]*)", source))  # "from helpers.source import f"
     assert len(modules) > 10
-    imports = "".join(f"import {module}\n" for module in sorted(modules))
-    block = "import sys\nsys.modules['nbconvert'] = None\n"  # so that its import raises ImportError
-    done = subprocess.run([sys.executable, "-c", block + imports], cwd=ROOT, capture_output=True, text=True)
+
+    lines = ["import sys", "sys.modules['nbconvert'] = None"]  # so that its import raises ImportError
+    lines += [f"import {module}" for module in sorted(modules)]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_the_installed_package(tmp_path):
-    """Its wheel has all files. From it the command exports the chapters with launch files, and nbconvert finds it."""
-    source = tmp_path / "source"
+def build_wheel(folder):
+    """Build the package's wheel from a copy of its sources, and return the wheel's path. All of it is in ``folder``."""
+    source = folder / "source"
     source.mkdir()
     for name in ("pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in ("helpers", "notebooks"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
-    build = f"import setuptools.build_meta as build; build.build_wheel({str(tmp_path)!r})"
+    build = f"import setuptools.build_meta as build; build.build_wheel({str(folder)!r})"
     subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
-    files = [path for path in (source / "helpers").rglob("*") if path.is_file() and path.suffix != ".toml"]
-    names = {path.relative_to(source).as_posix() for path in files}
+    [wheel] = folder.glob("*.whl")
+    return wheel
+
+
+def test_the_installed_package(tmp_path):
+    """Its wheel has all files. From it the command exports the chapters with launch files, and nbconvert finds it."""
+    wheel = build_wheel(tmp_path)
+    source = tmp_path / "source"
+    sources = {f"helpers/chapters/{FILE_NAME}"}
+    for path in (source / "helpers").rglob("*"):
+        if path.is_file() and path.suffix != ".toml":
+            sources.add(path.relative_to(source).as_posix())
     shutil.rmtree(source)
+    with zipfile.ZipFile(wheel) as archive:
+        assert sources < set(archive.namelist())
+
+    # An environment with the wheel. It also finds the packages that are installed here, but not this project.
     venv.create(tmp_path / "venv", symlinks=True)
-    [site] = (tmp_path / "venv" / "lib").glob("python*/site-packages")
-    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
-        assert names | {f"helpers/chapters/{FILE_NAME}"} < {*wheel.namelist()}
-        wheel.extractall(site)
-    (site / "others.pth").write_text(sysconfig.get_path("purelib"))  # the dependencies, without this project
+    [site_packages] = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site_packages)
+    (site_packages / "others.pth").write_text(sysconfig.get_path("purelib"))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
     def run(*arguments):
+        """Run ``python -m`` with these arguments in that environment, and return what it prints."""
         command = [tmp_path / "venv" / "bin" / "python", "-m", *arguments]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    chapters = [line.split()[0] for line in run("helpers", "list").splitlines()]
-    assert chapters == [path.stem for path in commands.chapters()]
+    listed_chapters = [line.split()[0] for line in run("helpers", "list").splitlines()]
+    assert listed_chapters == [path.stem for path in commands.chapters()]
+
     ddp = commands.find_notebook("04")
-    assert f"scripts/{ddp.stem}.sbatch" in run("helpers", "export", "04", "--slurm")
+    printed = run("helpers", "export", "04", "--slurm")
+    assert f"scripts/{ddp.stem}.sbatch" in printed
     expected = script_from_notebook(read_notebook(ddp), ddp.stem, commands.tested_with(ddp))
     assert (tmp_path / "scripts" / f"{ddp.stem}.py").read_text() == expected
 

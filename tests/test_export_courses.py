@@ -1,4 +1,4 @@
-"""Notebooks as courses have them, which train in one process: what is refused, and what becomes of a mended one."""
+"""Notebooks as courses have them, which train in one process: what is refused, and what becomes of a corrected one."""
 
 import nbformat
 import pytest
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset"""
+# The course's notebook is its only rank, so it says so itself. torchrun would say it to each rank of a script.
 SETTINGS = """\
 backend = "gloo"
 rank = 0
@@ -48,11 +49,12 @@ COURSE = [IMPORTS, SETTINGS, START, TRAIN, SAVE, END]
 
 
 def notebook(cells):
+    """A notebook of these cells of code."""
     return new_notebook(cells=[new_code_cell(cell) for cell in cells])
 
 
 def refusal(cells):
-    """The one line with which the export refuses a notebook."""
+    """The message with which the export refuses a notebook of these cells. It has one line."""
     with pytest.raises(ExportError) as error:
         script_from_notebook(notebook(cells), "course")
     [line] = str(error.value).splitlines()
@@ -61,34 +63,39 @@ def refusal(cells):
 
 @pytest.mark.ranks
 def test_a_course_in_one_process_is_refused_until_each_rank_has_its_number(tmp_path):
-    first = refusal(COURSE)
-    assert first.startswith("course, cell 3: `dist.init_process_group(backend, init_method=init_method, ")
-    assert "fixes init_method=f'file://" in first and "rank=0, world_size=1, which torchrun says to each rank" in first
-    assert first.endswith("Leave it out, and read dist.get_rank() and dist.get_world_size() after the call.")
+    message = refusal(COURSE)
+    assert message.startswith("course, cell 3: `dist.init_process_group(backend, init_method=init_method, ")
+    assert "fixes init_method=f'file://" in message
+    assert "rank=0, world_size=1, which torchrun says to each rank" in message
+    assert message.endswith("Leave it out, and read dist.get_rank() and dist.get_world_size() after the call.")
 
     # Who only leaves the arguments out would have rank 0 everywhere, so that all ranks save the file.
     start = "dist.init_process_group(backend)"
-    only_left_out = [IMPORTS, SETTINGS, start, TRAIN, SAVE, END]
-    words = "course, cell 2: `rank = 0` gives every rank the same rank. Write rank = dist.get_rank(), after"
-    assert refusal(only_left_out).startswith(words)
+    message = refusal([IMPORTS, SETTINGS, start, TRAIN, SAVE, END])
+    assert message.startswith(
+        "course, cell 2: `rank = 0` gives every rank the same rank. Write rank = dist.get_rank(), after"
+    )
 
+    # Who also reads the numbers gets a script, which trains the same model on one rank and on two.
     start += "\nrank = dist.get_rank()\nworld_size = dist.get_world_size()"
     path = tmp_path / "course.ipynb"
     nbformat.write(notebook([IMPORTS, SETTINGS, start, TRAIN, SAVE, END]), path)
     script = export(path, tmp_path)
     losses = []
     for nproc in (1, 2):
-        status, out, errors, left = torchrun(script, nproc, stand_alone(tmp_path))
-        assert status == 0 and not left, errors
+        status, out, errors, processes_left = torchrun(script, nproc, stand_alone(tmp_path))
+        assert status == 0, errors
+        assert not processes_left
         numbers = result(out)
         assert numbers["world_size"] == nproc
         losses.append(numbers["loss"])
-    assert losses[0] == pytest.approx(losses[1], abs=TOLERANCE)
+    loss_on_one_rank, loss_on_two_ranks = losses
+    assert loss_on_one_rank == pytest.approx(loss_on_two_ranks, abs=TOLERANCE)
 
 
 DDP = "from torch.nn.parallel import DistributedDataParallel\n"
 DIST = "import os\nimport torch.distributed as dist\n"
-REFUSED = {  # {what: (cells, the message after the cell's name)}
+REFUSED = {  # {what: (cells, words of the message)}
     "numbers in a dict": (
         [DIST + "config = {'rank': 0, 'world_size': 1}", "dist.init_process_group('gloo', **config)"],
         "cell 2: `dist.init_process_group('gloo', **config)` fixes rank=0, world_size=1, which torchrun says",
@@ -154,12 +161,12 @@ def test_refused(case):
     assert words in refusal(cells)
 
 
-FINE = {
+FINE = {  # {what: cells}
     "numbers of the environment": [
         DIST + "rank = int(os.environ['RANK'])\nworld_size = int(os.environ.get('WORLD_SIZE', 1))",
         "dist.init_process_group('gloo', rank=rank, world_size=world_size)",
     ],
-    "numbers for who has no ranks": [
+    "numbers for a notebook without a process group": [
         DIST + "rank, size = 0, 1",
         "dist.init_process_group()\nif dist.is_initialized():\n    rank, size = dist.get_rank(), dist.get_world_size()",
     ],
@@ -177,4 +184,5 @@ FINE = {
 
 @pytest.mark.parametrize("case", FINE)
 def test_fine(case):
-    compile(script_from_notebook(notebook(FINE[case]), "course"), "course.py", "exec")
+    script = script_from_notebook(notebook(FINE[case]), "course")
+    compile(script, "course.py", "exec")  # raises SyntaxError if it is not Python

@@ -43,27 +43,30 @@ def test_the_picture_of_the_three_places_has_the_ranks_colors():
 
 
 def every_figure():
-    yield replicas()
-    yield ddp_overlap(8, 16)
-    yield machines(2, 4)
-
-    before = [[1, 2], [10, 20]]  # one row for each rank
-    after = [[11, 22], [11, 22]]
-    yield tensors({"before": before, "after": after})
-    states_of_rank_0 = [[1, 2], [1, 22], [11, 22]]
-    states_of_rank_1 = [[10, 20], [11, 20], [11, 22]]
-    yield ring_step({2: [states_of_rank_0, states_of_rank_1]}, world_size=2, step=1)
-
+    """A new matplotlib figure of each kind that the book has, with small numbers."""
+    rows_before_all_reduce = [[1, 2], [10, 20]]  # one row for each rank
+    rows_after_all_reduce = [[11, 22], [11, 22]]
+    steps_of_rank_0 = [[1, 2], [1, 22], [11, 22]]  # its row before the ring's first step, after it, after the second
+    steps_of_rank_1 = [[10, 20], [11, 20], [11, 22]]
+    steps_by_world_size = {2: [steps_of_rank_0, steps_of_rank_1]}
     seconds_by_ranks = {2: [1e-4, 2e-3], 4: [2e-4, 4e-3]}
-    yield speeds_by_size([2**14, 2**20], seconds_by_ranks)
-    yield drawing.lines({0: [3, 2, 1], "plain": [1, 2, 3]}, [1, 2, 3], "step", "loss")
-    yield drawing.bars({"fp32": 4.0, "fp16": 2.0}, "megabytes")
     spans = [("compute", 0, 3, ""), ("network", 2, 4, "")]
-    yield drawing.timeline({0: spans, 1: spans}, "time (ms)")
+    return [
+        replicas(),
+        ddp_overlap(8, 16),
+        machines(2, 4),
+        tensors({"before": rows_before_all_reduce, "after": rows_after_all_reduce}),
+        ring_step(steps_by_world_size, world_size=2, step=1),
+        speeds_by_size([2**14, 2**20], seconds_by_ranks),
+        drawing.lines({0: [3, 2, 1], "plain": [1, 2, 3]}, [1, 2, 3], "step", "loss"),
+        drawing.bars({"fp32": 4.0, "fp16": 2.0}, "megabytes"),
+        drawing.timeline({0: spans, 1: spans}, "time (ms)"),
+    ]
 
 
 @functools.cache
 def every_drawing():
+    """The figures of ``every_figure`` as SVG. They are drawn once for all tests."""
     return [drawing.svg(fig) for fig in every_figure()]
 
 
@@ -84,24 +87,33 @@ def test_a_drawing_is_small_and_has_the_pages_ink_and_font():
 
 
 def test_a_log_axis_has_numbers():
-    """matplotlib writes a power as parts of a text, <tspan>: 10, and its exponent."""
+    """Of a power, matplotlib writes 10 and the exponent as two parts of one text, so 10 to the third is read as 103."""
     fig, ax = pyplot.subplots()
     ax.loglog([1, 1000], [1e-6, 1])
     root = ElementTree.fromstring(drawing.svg(fig))
-    powers = {"".join(text.itertext()).replace("\u2212", "-") for text in root.iter("text")}
-    assert {"100", "103", "10-6"} <= powers
+    texts = set()
+    for element in root.iter("text"):
+        text = "".join(element.itertext())
+        texts.add(text.replace("\u2212", "-"))  # the sign that is as wide as a plus
+    assert {"100", "103", "10-6"} <= texts
 
 
 def test_figures_of_one_page_share_no_id():
+    """An SVG refers to its parts by ids. If two figures had the same id, one would be drawn with the other's part."""
     fig = drawing.lines({0: [3, 2, 1]}, [1, 2, 3], "step", "loss")
-    pages = [show(fig, "a").page, show(fig, "a", "another caption").page, show(fig, "b").page]
-    for caption in ("c", "d"):
-        pages.append(explore(ddp_overlap, alt="a", caption=caption, buckets=[1, 2]).page)
+    pages = [
+        show(fig, "a").page,
+        show(fig, "a", "another caption").page,
+        show(fig, "b").page,
+        explore(ddp_overlap, alt="a", caption="c", buckets=[1, 2]).page,
+        explore(ddp_overlap, alt="a", caption="d", buckets=[1, 2]).page,
+    ]
     all_ids = []
     for page in pages:
         ids = re.findall(r'\bid="([^"]+)"', page)
         assert ids, "a clip path or a hatch is needed for this test"
-        assert set(re.findall(r'(?:url\(#|href="#)([^)"]+)', page)) == set(ids)
+        ids_in_use = re.findall(r'(?:url\(#|href="#)([^)"]+)', page)  # url(#an-id) or href="#an-id"
+        assert set(ids_in_use) == set(ids)
         all_ids += ids
     assert len(set(all_ids)) == len(all_ids)
 
@@ -143,18 +155,19 @@ def test_all_reduces_wait_for_their_gradients_and_for_the_network():
         ("compute", 30, 38.5, "wait"),
         ("compute", 38.5, 41.5, "step"),
     ]
+
     # Many buckets queue for the network, and each pays the latency.
-    waits = {}
-    for count in (1, 2, 4, 8, 16):
-        waits[count] = exposed(overlap_schedule(4, count, milliseconds_of_latency=1))
-    assert waits == pytest.approx({1: 16, 2: 8.5, 4: 4.75, 8: 5.5, 16: 12.25})
+    waits_by_buckets = {}
+    for buckets in (1, 2, 4, 8, 16):
+        waits_by_buckets[buckets] = exposed(overlap_schedule(4, buckets, milliseconds_of_latency=1))
+    assert waits_by_buckets == pytest.approx({1: 16, 2: 8.5, 4: 4.75, 8: 5.5, 16: 12.25})
 
 
 # --- sliders ----------------------------------------------------------------------------------------------------------
 
 
 def word(text="a", size=1, **other):
-    """A figure function."""
+    """A figure function: it writes the values of two controls, such as "a at 1"."""
     fig, ax = canvas(200, 40)
     ax.text(10, 20, f"{text} at {size}")
     return fig
@@ -180,12 +193,21 @@ def test_a_control_names_its_values_and_starts_at_the_functions_default():
     explorer = explore(word, alt="a", world_size=[None, "<two>"], size=[0.5, 1], step=range(6))
     assert repr(explorer) == "explore(word, world_size=[None, '<two>'], size=[0.5, 1], step=[0, 1, 2, 3, 4, 5])"
     page = explorer.page
-    assert re.findall(r'wso-on" [^>]*aria-label="([^"]*)"', page) == ["a (world size None, size 1, step 0)"]
-    labels = [json.loads(html.unescape(label)) for label in re.findall(r'data-labels="([^"]*)"', page)]
-    assert labels == [["None", "<two>"], ["0.5", "1"], ["0", "1", "2", "3", "4", "5"]]
-    assert re.findall(r"<legend>(.*?)</legend>", page) == ["world size", "size"]
-    assert re.findall(r" checked><span>(.*?)</span>", page) == ["None", "1"]
-    assert '<button type="button" aria-label="Play the steps"></button><label><span>step</span><input' in page
+
+    visible_frame = re.findall(r'wso-on" [^>]*aria-label="([^"]*)"', page)
+    assert visible_frame == ["a (world size None, size 1, step 0)"]  # size is 1 by default; the others have no default
+
+    names_of_values = []  # of each control
+    for attribute in re.findall(r'data-labels="([^"]*)"', page):
+        names_of_values.append(json.loads(html.unescape(attribute)))
+    assert names_of_values == [["None", "<two>"], ["0.5", "1"], ["0", "1", "2", "3", "4", "5"]]
+
+    names_of_groups_of_buttons = re.findall(r"<legend>(.*?)</legend>", page)
+    assert names_of_groups_of_buttons == ["world size", "size"]
+    chosen_buttons = re.findall(r" checked><span>(.*?)</span>", page)
+    assert chosen_buttons == ["None", "1"]
+    slider = '<button type="button" aria-label="Play the steps"></button><label><span>step</span><input'
+    assert slider in page
 
 
 def test_a_unit_stands_behind_the_number_and_a_short_name_is_said_in_words():
@@ -211,6 +233,7 @@ def test_what_cannot_be_explored_is_refused(controls, error):
 
 
 def two_explorers():
+    """A page with two figures: the first has buttons for text and size, the second a slider for the step."""
     first = explore(word, alt="first", text=["x", "y"], size=[1, 2, 3])
     second = explore(word, alt="second", caption="c", step=range(6))
     return f"<!doctype html><title>t</title><main>{first.page}{second.page}</main>"
@@ -226,16 +249,21 @@ def test_a_control_moves_its_own_figure_alone(browser):
     page = browser.new_page()
     page.set_content(two_explorers())
     assert visible_frames(page) == ["first (text x, size 1)", "second (step 0)"]
+
     page.get_by_role("radio", name="x", exact=True).focus()
     page.keyboard.press("ArrowRight")
     assert visible_frames(page) == ["first (text y, size 1)", "second (step 0)"]
+
     page.get_by_text("3", exact=True).click()
     assert visible_frames(page) == ["first (text y, size 3)", "second (step 0)"]
+
     slider = page.get_by_role("slider", name="step")
-    box = slider.bounding_box()
-    slider.drag_to(slider, source_position={"x": 10, "y": 10}, target_position={"x": box["width"] - 10, "y": 10})
+    right_end = {"x": slider.bounding_box()["width"] - 10, "y": 10}
+    slider.drag_to(slider, source_position={"x": 10, "y": 10}, target_position=right_end)
     assert visible_frames(page) == ["first (text y, size 3)", "second (step 5)"]
-    assert slider.get_attribute("aria-valuetext") == page.locator("output").text_content() == "5"
+    assert slider.get_attribute("aria-valuetext") == "5"
+    assert page.locator("output").text_content() == "5"
+
     page.locator(".wso-on").nth(1).press("ArrowLeft")  # the arrow keys work on the drawing too
     assert visible_frames(page) == ["first (text y, size 3)", "second (step 4)"]
     page.close()
@@ -245,45 +273,61 @@ def square(step=0):
     """A figure function: a square that comes from the left in each step but the first."""
     fig, ax = canvas(200, 40)
     ax.text(10, 20, f"{step}")
-    gid = None
-    if step > 0:
-        gid = "move -20 0"
+    if step == 0:
+        gid = None
+    else:
+        gid = "move -20 0"  # tells the page from where the square comes
     drawing.boxes(ax, [(60 + 20 * step, 10, 10, 10)], facecolor=drawing.INK, gid=gid)
     return fig
 
 
 def test_steps_are_played_and_shapes_move(browser):
+    """A step takes about a second, and the button starts, stops and begins again. The page has a clock of the test."""
     page = browser.new_page(reduced_motion="no-preference")
     page.set_content(explore(square, alt="a", step=range(6)).page)
     page.clock.install()
     button = page.get_by_role("button", name="Play the steps")
+
     button.click()
     assert visible_frames(page) == ["a (step 1)"]
     transforms = page.evaluate("document.getAnimations().map(it => it.effect.getKeyframes()[0].transform)")
     assert transforms == ["translate(-20px, 0px)"]
+
     page.clock.run_for(1300)
     button.click()  # stops
     page.clock.run_for(5000)
     assert visible_frames(page) == ["a (step 2)"]
-    button.click()
+
+    button.click()  # goes on
     page.clock.run_for(10_000)
     assert visible_frames(page) == ["a (step 5)"]
+
     button.click()  # begins again
     assert visible_frames(page) == ["a (step 0)"]
     page.close()
 
 
+def sanitized(html_of_notebook):
+    """What JupyterLab leaves of an output's HTML if the notebook is not trusted: no drawing, and no script.
+
+    It removes these elements and attributes. The attribute hidden="hidden" stays, and a bare hidden goes.
+    """
+    text = re.sub(r"(?s)<(script|style)>.*?</\1>", "", html_of_notebook)
+    text = re.sub(r"</?(svg|g|path|text|defs|clipPath|rect|use|pattern)\b[^>]*>", "", text)
+    return re.sub(r' (role|tabindex|aria-label)="[^"]*"| hidden(?=[ >])', "", text)
+
+
 def test_a_notebook_that_is_not_trusted_asks_to_run_the_cell_and_shows_no_stray_words(browser):
     page = browser.new_page()
-    # JupyterLab's sanitizer removes these elements and attributes; hidden="hidden" stays.
-    sanitized = re.sub(r"(?s)<(script|style)>.*?</\1>", "", two_explorers())
-    sanitized = re.sub(r"</?(svg|g|path|text|defs|clipPath|rect|use|pattern)\b[^>]*>", "", sanitized)
-    sanitized = re.sub(r' (role|tabindex|aria-label)="[^"]*"| hidden(?=[ >])', "", sanitized)
-    trusted = show(word(), "a").page
-    page.set_content(sanitized + trusted)
-    assert page.locator("svg:visible").count() == page.locator("svg").count() == 1
+    two_untrusted_figures = sanitized(two_explorers())
+    a_trusted_figure = show(word(), "a").page
+    page.set_content(two_untrusted_figures + a_trusted_figure)
+    assert page.locator("svg").count() == 1
+    assert page.locator("svg:visible").count() == 1
     assert [note.is_visible() for note in page.locator(".wso-note").all()] == [True, True, False]
-    assert page.locator("main").inner_text().split("\n\n") == ["Run this cell to draw the figure."] * 2 + ["c"]
+    words_of_untrusted_figures = page.locator("main").inner_text().split("\n\n")
+    note = "Run this cell to draw the figure."
+    assert words_of_untrusted_figures == [note, note, "c"]  # "c" is the second one's caption
     page.close()
 
 
@@ -291,11 +335,11 @@ def test_a_notebook_that_is_not_trusted_asks_to_run_the_cell_and_shows_no_stray_
 
 
 def test_nbval_masks_the_drawing_of_a_measured_figure_and_nothing_else():
-    [(pattern, replacement)] = get_sanitize_patterns(
-        (ROOT / "tests" / "nbval_sanitize.cfg").read_text(encoding="utf-8")
-    )
+    configuration = (ROOT / "tests" / "nbval_sanitize.cfg").read_text(encoding="utf-8")
+    [(pattern, replacement)] = get_sanitize_patterns(configuration)
 
     def compared(value, **options):
+        """What nbval compares of a figure with two bars, of which one shows this value."""
         page = show(drawing.bars({0: 2, 1: value}, "ms"), alt="two bars", **options).page
         return re.sub(pattern, replacement, page)
 

@@ -42,8 +42,8 @@ class Lab:
     """A JupyterLab on a copy of the notebooks."""
 
     url: str
-    token: str
-    notebooks: Path
+    token: str  # which an address has to have
+    notebooks: Path  # the folder with the copies
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +100,7 @@ def lab(tmp_path_factory):
 
 
 def open_notebook(browser, lab, name):
+    """Open a notebook in JupyterLab and wait for its kernel. Returns the browser's page."""
     page = browser.new_page(viewport={"width": 1280, "height": 900})
     page.set_default_timeout(PATIENCE)
     page.goto(f"{lab.url}lab/tree/{name}.ipynb?token={lab.token}&reset")
@@ -112,12 +113,13 @@ def run_all_cells(page):
 
 
 def wait_for_last_cell(page):
-    """Wait until the last cell has run; return all code cells."""
+    """Wait until the last cell has run. Returns all code cells, each as a dictionary: see CELLS."""
     page.wait_for_function(f"{CELLS}.at(-1).count && {READY}", timeout=2 * PATIENCE)
     return page.evaluate(CELLS)
 
 
 def shown_frame(figure):
+    """The alt text of the drawing that a figure with sliders shows now."""
     return figure.locator(".wso-on").get_attribute("aria-label")
 
 
@@ -128,15 +130,18 @@ def test_chapter_runs_in_jupyterlab(browser, lab, chapter):
     run_all_cells(page)
     cells = wait_for_last_cell(page)
     assert [cell["count"] for cell in cells] == list(range(1, len(cells) + 1))
-    positions_of_controls = []
+    positions_of_live_figures = []
     for cell in cells:
         for output in cell["outputs"]:
-            assert "ename" not in output or "raises-exception" in cell["tags"], output
-            if "wso-controls" in "".join(output.get("data", {}).get("text/html", "")):
-                positions_of_controls.append(cell["place"])
+            is_error = "ename" in output
+            if is_error:
+                assert "raises-exception" in cell["tags"], output
+            html = "".join(output.get("data", {}).get("text/html", ""))
+            if "wso-controls" in html:
+                positions_of_live_figures.append(cell["place"])
 
-    assert positions_of_controls, "no live figure"
-    for position in positions_of_controls:
+    assert positions_of_live_figures, "no live figure"
+    for position in positions_of_live_figures:
         page.evaluate(f"position => {NOTEBOOK}.content.scrollToItem(position, 'start')", position)
         figure = page.locator(f".jp-Notebook .jp-Cell[data-windowed-list-index='{position}'] figure.wso")
         for control in figure.locator("[data-labels]").all():
@@ -149,23 +154,33 @@ def test_chapter_runs_in_jupyterlab(browser, lab, chapter):
     page.close()
 
 
+@dataclass(frozen=True)
+class Clone:
+    """A repository of git."""
+
+    folder: Path
+
+    def git(self, *words):
+        """Run ``git words`` in the repository. Returns what it printed."""
+        command = ["git", *words]
+        return subprocess.run(command, cwd=self.folder, check=True, capture_output=True, text=True).stdout
+
+
 @pytest.fixture
 def clone(tmp_path):
-    """A function that makes a repository with a notebook of the book, with the filter that the first make sets up."""
+    """A Clone with the book's notebooks, and with the filter of their outputs that the first make sets up."""
+    clone = Clone(tmp_path)
     shutil.copy(ROOT / ".gitattributes", tmp_path)
-    program = f'"{sys.executable}" "{ROOT}/tools/lab/keep_stored_outputs.py" %f'
-
-    def git(*words):
-        return subprocess.run(["git", *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
-
-    git("init")
-    git("config", "filter.stored-outputs.clean", program)
     shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks", ignore=shutil.ignore_patterns(".*"))
-    git("add", ".")
-    return tmp_path, git
+    program = f'"{sys.executable}" "{ROOT}/tools/lab/keep_stored_outputs.py" %f'
+    clone.git("init")
+    clone.git("config", "filter.stored-outputs.clean", program)
+    clone.git("add", ".")
+    return clone
 
 
 SUMMARY = ".jp-Notebook details > summary"
+# Whether the first answer of a notebook, a <details>, looks open ("disclosure-open") or closed ("disclosure-closed").
 LOOKS = f"""style => {{
     const summary = document.querySelector('{SUMMARY}');
     return summary && getComputedStyle(summary).listStyleType == style;
@@ -180,6 +195,7 @@ SCROLL_AND_LOOK = f"""style => {{
 
 
 def save(page):
+    """Save the notebook, and wait until it has been."""
     page.evaluate("jupyterapp.commands.execute('docmanager:save')")
     page.wait_for_function(f"!{NOTEBOOK}.content.model.dirty")
 
@@ -200,7 +216,6 @@ def test_opening_a_notebook_changes_nothing_and_a_closed_answer_looks_closed(bro
 
 
 def test_after_all_cells_were_run_and_saved_git_sees_no_change(browser, lab, clone):
-    folder, git = clone
     page = open_notebook(browser, lab, "template")
     run_all_cells(page)
     wait_for_last_cell(page)
@@ -208,14 +223,16 @@ def test_after_all_cells_were_run_and_saved_git_sees_no_change(browser, lab, clo
     page.close()
     saved = (lab.notebooks / "template.ipynb").read_text(encoding="utf-8")
     assert saved != (ROOT / "notebooks" / "template.ipynb").read_text(encoding="utf-8")
-    (folder / "notebooks" / "template.ipynb").write_text(saved, encoding="utf-8")
-    assert git("diff", "--stat") == ""
-    assert git("status", "--porcelain") == git("status", "--porcelain", "--untracked-files=no")
+    notebook_in_clone = clone.folder / "notebooks" / "template.ipynb"
+    notebook_in_clone.write_text(saved, encoding="utf-8")
+    assert clone.git("diff", "--stat") == ""
+    assert clone.git("status", "--porcelain") == clone.git("status", "--porcelain", "--untracked-files=no")
 
-    # What the reader changes is a change, and comes without the outputs of his run.
+    # What a reader changes is a change, and comes without the outputs of the reader's run: one line is another one.
     changed = saved.replace("# ", "## ", 1)
-    (folder / "notebooks" / "template.ipynb").write_text(changed, encoding="utf-8")
-    assert [line[0] for line in git("diff", "--unified=0").splitlines()[5:]] == ["-", "+"]
+    notebook_in_clone.write_text(changed, encoding="utf-8")
+    _, _, _, _, _, *lines_of_diff = clone.git("diff", "--unified=0").splitlines()  # five lines say which file it is
+    assert [line[0] for line in lines_of_diff] == ["-", "+"]
 
 
 LONG_LAUNCH = """
@@ -239,9 +256,13 @@ def test_a_long_launch_shows_the_newest_lines_of_its_ranks_until_it_ends(browser
     nbformat.write(notebook, lab.notebooks / "long_launch.ipynb")
     page = open_notebook(browser, lab, "long_launch")
     run_all_cells(page)
-    page.locator(".jp-OutputArea-output").get_by_text(re.compile(r"\d+ s\s+\[ranks? [01-]+\] step \d")).wait_for()
+    shown_output = page.locator(".jp-OutputArea-output")
+    newest_line = re.compile(r"\d+ s\s+\[ranks? [01-]+\] step \d")
+    shown_output.get_by_text(newest_line).wait_for()
+
     [cell] = wait_for_last_cell(page)
-    printed = "".join(f"[ranks 0-1] step {step}\n" for step in range(10))
-    assert ["".join(output["text"]) for output in cell["outputs"]] == [printed]
-    assert page.locator(".jp-OutputArea-output").inner_text().strip() == printed.strip()
+    expected = "".join(f"[ranks 0-1] step {step}\n" for step in range(10))
+    [output] = cell["outputs"]
+    assert "".join(output["text"]) == expected
+    assert shown_output.inner_text().strip() == expected.strip()
     page.close()

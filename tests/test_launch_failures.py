@@ -16,7 +16,7 @@ import leftovers
 import psutil
 import pytest
 import torch.distributed as dist
-from launching import Trap, cell, failure, linux, nothing_left, warmed_up  # noqa: F401  (fixtures)
+from launching import CallWhenUnpickled, cell, failure, linux, nothing_left, warmed_up  # noqa: F401  (fixtures)
 
 from helpers.ranks import collecting
 from helpers.ranks.messages import first_failure
@@ -28,14 +28,14 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # importing it take
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
-def failing(how):
-    """A function whose rank 1 runs the statement ``how`` while its peers wait in a collective."""
+def fails_by(statement):
+    """A function for ranks, in which rank 1 executes this statement while its peers wait in a collective."""
     return cell(f"""
         def step():
             x = torch.ones(200_000)
             dist.all_reduce(x)
             if dist.get_rank() == 1:
-                {how}
+                {statement}
             dist.all_reduce(x)
             time.sleep(100)
     """).step
@@ -54,12 +54,14 @@ def test_rank_that_raises_is_named_with_its_own_line():
             dist.all_reduce(x)
     """)
     error = failure(page.step, nproc=4)
-    assert error.rank == 1 and list(error.failures) == [1]
+    assert error.rank == 1
+    assert list(error.failures) == [1]
     assert str(error) == (
         'rank 1 failed first: ValueError: too many samples\n  at line 3 of check: raise ValueError("too many samples")'
     )
-    without_carets = re.sub(r"^ *[~^]+\n", "", error.failures[1], flags=re.M)  # they differ between versions of Python
-    assert without_carets == textwrap.dedent("""\
+    # Lines such as "    ~~~~~^^^^" underline the error. They differ between versions of Python.
+    without_underlines = re.sub(r"^ *[~^]+\n", "", error.failures[1], flags=re.MULTILINE)
+    assert without_underlines == textwrap.dedent("""\
         Traceback (most recent call last):
           File "notebook cell", line 8, in step
             check(torch.ones(3))
@@ -70,25 +72,27 @@ def test_rank_that_raises_is_named_with_its_own_line():
 
 
 @pytest.mark.parametrize(
-    ("how", "text"),
+    ("statement", "cause"),
     [
-        ("os._exit(0)", "ended by itself with exit code 0"),
-        (
+        pytest.param("os._exit(0)", "ended by itself with exit code 0", id="exit"),
+        pytest.param(
             "os.spawnlp(os.P_NOWAIT, 'sleep', 'sleep', '1000'); os.kill(os.getpid(), signal.SIGKILL)",
             "killed by SIGKILL (the system reports no out-of-memory kill)",
+            id="SIGKILL to a rank that has started a program",
         ),
     ],
 )
-def test_rank_that_dies_is_named_and_not_its_peers_that_lose_it(how, text):
+def test_rank_that_dies_is_named_and_not_its_peers_that_lose_it(statement, cause):
     """What the rank has started ends with it: the fixture nothing_left looks for processes."""
-    error = failure(failing(how), nproc=4)
-    assert (error.rank, str(error)) == (1, f"rank 1 died first: {text}")
+    error = failure(fails_by(statement), nproc=4)
+    assert error.rank == 1
+    assert str(error) == f"rank 1 died first: {cause}"
 
 
 @linux
 def test_last_lines_of_a_killed_rank_and_its_peers_are_shown(monkeypatch, capsys):
     """A peer that still computes when a rank is killed, as on a busy machine, goes on until it waits."""
-    monkeypatch.setattr(collecting, "PEERS_WITHIN", 1000)
+    monkeypatch.setattr(collecting, "PEERS_WITHIN", 1000)  # seconds
     page = cell("""
         def step():
             if dist.get_rank() == 1:
@@ -106,8 +110,12 @@ def test_last_lines_of_a_killed_rank_and_its_peers_are_shown(monkeypatch, capsys
 
 @linux
 def test_death_that_is_noticed_after_its_echo(monkeypatch):
-    """The forkserver tells of a rank's death. Here it is stopped until the peer has reported the lost connection."""
-    monkeypatch.setattr(collecting, "LATE_WITHIN", 60)
+    """A rank that was killed is the cause, also if its peer reports the lost connection before its death is known.
+
+    The forkserver tells of a rank's death. Here rank 1 stops the forkserver before it kills itself, and the thread
+    ``late`` lets the forkserver go on when the peer, rank 0, has written its report.
+    """
+    monkeypatch.setattr(collecting, "LATE_WITHIN", 60)  # seconds
     page = cell("""
         def step(server):
             x = torch.ones(1)
@@ -119,12 +127,12 @@ def test_death_that_is_noticed_after_its_echo(monkeypatch):
     """)
     server = psutil.Process(forkserver._forkserver._forkserver_pid)
 
-    def go_on():
+    def let_server_go_on():
         leftovers.wait_until(lambda: server.status() == psutil.STATUS_STOPPED)
         leftovers.wait_until(lambda: list(Path(util.get_temp_dir()).glob("launch*/report0")))
         server.resume()
 
-    late = threading.Thread(target=go_on)
+    late = threading.Thread(target=let_server_go_on)
     late.start()
     error = failure(page.step, server.pid, nproc=2)
     late.join()
@@ -133,6 +141,7 @@ def test_death_that_is_noticed_after_its_echo(monkeypatch):
 
 
 def test_first_of_two_failures_is_named(monkeypatch):
+    """Rank 0 fails, too, but only when rank 1 has written its report."""
     monkeypatch.setattr(collecting, "PEERS_WITHIN", 60)  # both are reported before the launcher goes on
     page = cell("""
         def step():
@@ -142,7 +151,8 @@ def test_first_of_two_failures_is_named(monkeypatch):
             raise ValueError(f"from {dist.get_rank()}")
     """)
     error = failure(page.step, nproc=2)
-    assert "from 1" in str(error) and sorted(error.failures) == [0, 1]
+    assert "from 1" in str(error)
+    assert sorted(error.failures) == [0, 1]
 
 
 def test_a_cause_is_named_before_the_connections_that_it_broke():
@@ -153,31 +163,45 @@ def test_a_cause_is_named_before_the_connections_that_it_broke():
 
 
 def test_ranks_that_fail_in_the_same_way_are_named_together():
-    failures = {
-        rank: Failure(when=rank, what=f"ValueError: rank {rank} has no data", traceback="...") for rank in (0, 1)
-    }
-    error = first_failure(failures, out_of_memory=False)
+    """Two messages that differ only in the rank's number are the same way."""
+    failure_0 = Failure(when=0, what="ValueError: rank 0 has no data", traceback="...")
+    failure_1 = Failure(when=1, what="ValueError: rank 1 has no data", traceback="...")
+    error = first_failure({0: failure_0, 1: failure_1}, out_of_memory=False)
     assert str(error) == "ranks 0-1 failed: ValueError: rank 0 has no data"
 
 
-@pytest.mark.parametrize("is_at_work", [False, True])
-def test_peer_that_sleeps_or_never_ends_its_work_does_not_hide_a_failure(is_at_work):
+def sleep():
+    time.sleep(10_000)
+
+
+def compute():
+    sum(range(10**13))
+
+
+@pytest.mark.parametrize("go_on", [sleep, compute])
+def test_peer_that_sleeps_or_never_ends_its_work_does_not_hide_a_failure(go_on):
     def step():
         dist.barrier()
         if dist.get_rank() == 0:
             raise ValueError("no data")
-        if is_at_work:
-            sum(range(10**13))
-        time.sleep(10_000)
+        go_on()
 
     error = failure(step, nproc=2, timeout=10_000)
     assert str(error).startswith("rank 0 failed first: ValueError: no data")
 
 
 def test_end_of_memory_is_named(monkeypatch):
-    counts = itertools.count()  # of the kills since the machine's start
-    monkeypatch.setattr("helpers.ranks.launch.count_oom_kills", lambda: next(counts))
-    error = failure(lambda: os.kill(os.getpid(), signal.SIGKILL), nproc=1)
+    """If the system has counted one more out-of-memory kill during the call, it is taken for the cause of a SIGKILL."""
+    counts = itertools.count()
+
+    def count_one_more_each_time():
+        return next(counts)
+
+    def kill_itself():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr("helpers.ranks.launch.count_oom_kills", count_one_more_each_time)
+    error = failure(kill_itself, nproc=1)
     assert "out-of-memory killer: use less memory" in str(error)
 
 
@@ -185,9 +209,10 @@ def test_end_of_memory_is_named(monkeypatch):
 
 
 def test_hang_names_each_ranks_line(capsys):
-    """The rank may keep the GIL, block and handle all signals, or have threads, and it gets no signal.
+    """The message of a hang has the line at which each rank is.
 
-    Names that are not ASCII are told, too, which faulthandler escapes.
+    A rank may keep the GIL, block and handle all signals, or have other threads: it is asked without a signal. The
+    function's name is not ASCII, and is shown as it is, though faulthandler escapes it.
     """
     page = cell("""
         NUMBERS = signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGQUIT
@@ -216,17 +241,24 @@ def test_hang_names_each_ranks_line(capsys):
         "  rank 2: at line 16 of step_é_β: threading.Event().wait()",
         "  ranks 3-4: at line 17 of step_é_β: dist.all_reduce(torch.ones(1))",
     ]
-    assert error.rank is None and sorted(error.failures) == [1, 2, 3, 4]
+    assert error.rank is None
+    assert sorted(error.failures) == [1, 2, 3, 4]
     assert capsys.readouterr().out == "[ranks 0-4] started\n"  # nobody watches, so there is no live line
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        (print, Trap(time.sleep, 100)),
-        (lambda: os.kill(os.getpid(), signal.SIGSTOP) if dist.get_rank() else dist.barrier(),),
-    ],
-    ids=["hangs before the call", "stopped"],
-)
-def test_rank_that_cannot_be_asked_is_ended(call):
-    assert "2 of 2 ranks still ran" in str(failure(*call, nproc=2, timeout=1))
+def test_rank_that_hangs_before_the_call_is_ended():
+    """It cannot be asked for its line, because it still unpickles its arguments."""
+    argument = CallWhenUnpickled(time.sleep, 100)
+    error = failure(print, argument, nproc=2, timeout=1)
+    assert "2 of 2 ranks still ran" in str(error)
+
+
+def test_rank_that_is_stopped_is_ended():
+    def stop_rank_1():
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            dist.barrier()
+
+    error = failure(stop_rank_1, nproc=2, timeout=1)
+    assert "2 of 2 ranks still ran" in str(error)

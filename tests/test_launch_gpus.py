@@ -47,10 +47,11 @@ def test_a_rank_has_a_gpu_or_gloo(backend, nproc, gpus, chosen):
     ],
 )
 def test_fewer_gpus_than_ranks_are_refused_with_what_to_do(nproc, gpus, what, advice):
-    with pytest.raises(LaunchError) as refusal:
+    with pytest.raises(LaunchError) as raised:
         choose_backend("nccl", nproc, gpus)
-    first, second = str(refusal.value).splitlines()
-    assert what in first and advice in second
+    first_line, second_line = str(raised.value).splitlines()
+    assert what in first_line
+    assert advice in second_line
 
 
 # --- who may ask CUDA -------------------------------------------------------------------------------------------------
@@ -59,28 +60,39 @@ def test_fewer_gpus_than_ranks_are_refused_with_what_to_do(nproc, gpus, what, ad
 def test_a_process_of_its_own_counts_the_gpus(monkeypatch):
     """Where NVML does not answer, a count starts CUDA, and no fork of the process that counted can use it."""
 
-    def refuse(*_):
+    def refuse_to_answer(*_):
         raise AssertionError("the kernel has asked CUDA")
 
     for name in ("device_count", "is_available", "init", "_lazy_init"):
-        monkeypatch.setattr(torch.cuda, name, refuse)
+        monkeypatch.setattr(torch.cuda, name, refuse_to_answer)
     assert launch(dist.get_backend, nproc=1, backend="auto") == ["gloo"]  # conftest.py hides this machine's GPUs
 
 
 def test_a_count_without_an_answer_is_refused(monkeypatch):
+    """The process that should count the GPUs and send their number ends instead."""
     monkeypatch.setattr(launching_module, "send_count", os._exit)
     with pytest.raises(LaunchError, match="ended without an answer.\nTry: python -c"):
         launch(dist.get_rank, nproc=1, backend="auto")
 
 
 def test_the_forkserver_imports_nothing_that_asks_cuda(tmp_path):
+    """It imports helpers.ranks.preload. Here torch's functions that ask CUDA note their names when they are called."""
     source = """
         import torch
 
         asked = []
+
+        def noting(name):
+            def note(*_):
+                asked.append(name)
+                return 0
+
+            return note
+
         for name in ("is_available", "device_count", "init", "_lazy_init", "current_device"):
-            setattr(torch.cuda, name, lambda *_, name=name: asked.append(name) or 0)
-        assert torch.cuda.device_count() == 0 and asked == ["device_count"]
+            setattr(torch.cuda, name, noting(name))
+        assert torch.cuda.device_count() == 0
+        assert asked == ["device_count"]
         import helpers.ranks.preload
 
         print(asked, flush=True)  # before preload's own end of this process
@@ -102,22 +114,37 @@ from helpers.ranks import launch as module
 from helpers.ranks.launch import RankError, launch
 
 preload = module.context.set_forkserver_preload
-module.context.set_forkserver_preload = lambda names: preload([*names, "pretended_gpus"])
+
+def preload_with_pretended_gpus(names):
+    preload([*names, "pretended_gpus"])
+
+module.context.set_forkserver_preload = preload_with_pretended_gpus
 
 def look(rank, size):
     x = torch.full((2,), rank + 1.0, device="cuda")  # the current device
     dist.all_reduce(x)
-    group = str(dist.group.WORLD.bound_device_id), dist.get_backend()
-    return x.tolist(), str(x.device), torch.cuda.current_device(), os.environ["LOCAL_RANK"], *group
+    return {
+        "sum": x.tolist(),
+        "device": str(x.device),
+        "current device": torch.cuda.current_device(),
+        "LOCAL_RANK": os.environ["LOCAL_RANK"],
+        "bound device": str(dist.group.WORLD.bound_device_id),
+        "backend": dist.get_backend(),
+    }
 
 def look_on_gloo():
-    return dist.get_backend(), torch.cuda.is_initialized(), dist.group.WORLD.bound_device_id
+    return {
+        "backend": dist.get_backend(),
+        "cuda is initialized": torch.cuda.is_initialized(),
+        "bound device": dist.group.WORLD.bound_device_id,
+    }
 
 def start_own_group(rank, size):
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     dist.init_process_group("nccl", rank=rank, world_size=size, device_id=device)
-    dist.all_reduce(total := torch.ones(1, device=device))
+    total = torch.ones(1, device=device)
+    dist.all_reduce(total)
     dist.destroy_process_group()
     dist.init_process_group("cpu:gloo,cuda:nccl")
     return total.item(), dist.get_backend()
@@ -135,7 +162,8 @@ def die():
 
 def leave_work(rank):
     if rank == 1:
-        torch.cuda.synchronize = queue.Queue().get  # which waits for ever, and is no line of this test
+        # A call that waits for ever, in place of the wait for the GPU at the rank's end.
+        torch.cuda.synchronize = queue.Queue().get
 
 def message(fn, timeout=600):
     try:
@@ -159,7 +187,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def answers():
-    """What ``launch`` does for a script whose ranks have two pretended GPUs."""
+    """What SCRIPT prints: the result of each of its launches, by its name. The ranks have two pretended GPUs."""
     with leftovers.surroundings() as environment:
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
         environment["TORCH_DIST_USE_NCCL2"] = "0"  # the pretended NCCL is the one of before PyTorch 2.15
@@ -172,10 +200,22 @@ def answers():
 
 def test_each_rank_has_its_gpu_as_under_torchrun(answers):
     """NCCL makes the communicator on the bound GPU, and refuses two ranks on one and tensors of another."""
-    ranks = [[[3.0, 3.0], f"cuda:{rank}", rank, str(rank), f"cuda:{rank}", "nccl"] for rank in range(2)]
-    assert answers["nccl"] == ranks
-    assert answers["auto"] == ranks
-    assert answers["more ranks than GPUs"] == [["gloo", False, None]] * 3
+    for rank in range(2):
+        expected = {
+            "sum": [3.0, 3.0],
+            "device": f"cuda:{rank}",
+            "current device": rank,
+            "LOCAL_RANK": str(rank),
+            "bound device": f"cuda:{rank}",
+            "backend": "nccl",
+        }
+        assert answers["nccl"][rank] == expected
+        assert answers["auto"][rank] == expected
+
+
+def test_more_ranks_than_gpus_use_none(answers):
+    without_gpu = {"backend": "gloo", "cuda is initialized": False, "bound device": None}
+    assert answers["more ranks than GPUs"] == [without_gpu] * 3
 
 
 def test_a_functions_own_start_on_its_gpu_is_accepted(answers):
@@ -183,10 +223,12 @@ def test_a_functions_own_start_on_its_gpu_is_accepted(answers):
 
 
 def test_failures_on_gpus_end_as_on_gloo(answers):
-    cpu_tensor = "ranks 0-1 failed: RuntimeError: No backend type associated with device type cpu"
-    assert answers["CPU tensor"].startswith(cpu_tensor)
+    assert answers["CPU tensor"].startswith(
+        "ranks 0-1 failed: RuntimeError: No backend type associated with device type cpu"
+    )
     assert "whose group has backend='nccl': leave backend out" in answers["other backend"]
     assert answers["killed"].startswith("rank 1 died first: killed by SIGKILL")
-    hang = "1 of 2 ranks still ran after timeout=8 s:\n  rank 0: finished\n  rank 1: at its end, waiting"
-    assert answers["hang at the end"].startswith(hang)
+    assert answers["hang at the end"].startswith(
+        "1 of 2 ranks still ran after timeout=8 s:\n  rank 0: finished\n  rank 1: at its end, waiting"
+    )
     assert answers["afterwards"] == [0, 1]

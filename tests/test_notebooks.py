@@ -28,20 +28,32 @@ def test_notebook_follows_every_rule(path):
 def test_normalising_takes_out_the_paths_of_this_machine():
     traceback = [f"File {torch.__file__}:3", f"File {ROOT}/helpers/ranks/launch.py:4"]
     error = new_output("error", ename="TypeError", evalue="f() misses x", traceback=traceback)
-    clean = normalised(new_notebook(cells=[new_code_cell("f()", outputs=[error])]))
-    assert clean.cells[0].outputs[0].traceback == ["File torch/__init__.py:3", "File helpers/ranks/launch.py:4"]
+    notebook = new_notebook(cells=[new_code_cell("f()", outputs=[error])])
+    [cell] = normalised(notebook).cells
+    assert cell.outputs[0].traceback == ["File torch/__init__.py:3", "File helpers/ranks/launch.py:4"]
+
+
+CELLS_THAT_WARN = [
+    "warnings.warn('old', FutureWarning)",
+    "def warn():\n    warnings.warn('old', FutureWarning)\n_ = launch(warn, nproc=1)",
+    "warnings.warn('old', DeprecationWarning)",
+    "def warn():\n    warnings.warn('old', DeprecationWarning)\n_ = launch(warn, nproc=1)",
+]
 
 
 @pytest.mark.ranks
 def test_warning_of_a_chapters_own_line_fails_under_nbval(tmp_path):
     """In the kernel and on a rank, a warning about a line of the notebook prints text that is not stored."""
-    sources = ["%load_ext helpers\nimport warnings\nfrom helpers.ranks.launch import launch"]
-    for category in ("FutureWarning", "DeprecationWarning"):
-        line = f"warnings.warn('old', {category})"
-        sources += [line, f"def warn():\n    {line}\n_ = launch(warn, nproc=1)"]
-    cells = [new_code_cell(source, execution_count=count) for count, source in enumerate(sources, 1)]
+    imports = "%load_ext helpers\nimport warnings\nfrom helpers.ranks.launch import launch"
+    cells = []
+    for count, source in enumerate([imports, *CELLS_THAT_WARN], start=1):
+        cells.append(new_code_cell(source, execution_count=count))
     nbformat.write(new_notebook(cells=cells), tmp_path / "warns.ipynb")
+
     process = run_nbval(tmp_path / "warns.ipynb", "-rA")
-    outcomes = re.findall(r"^(PASSED|FAILED) .*?\.ipynb::(Cell \d)", process.stdout, flags=re.M)
-    failures = [("FAILED", f"Cell {number}") for number in (1, 2, 3, 4)]
-    assert sorted(outcomes) == [*failures, ("PASSED", "Cell 0")], process.stdout
+
+    # pytest prints a line for each cell, such as "FAILED warns.ipynb::Cell 1".
+    outcomes = re.findall(r"^(PASSED|FAILED) .*?\.ipynb::Cell (\d)", process.stdout, flags=re.M)
+    outcome_of_cell = {int(number): outcome for outcome, number in outcomes}
+    assert len(outcomes) == len(cells), process.stdout
+    assert outcome_of_cell == {0: "PASSED", 1: "FAILED", 2: "FAILED", 3: "FAILED", 4: "FAILED"}, process.stdout

@@ -15,32 +15,52 @@ import book_tables
 
 
 def code_cells(chapter):
+    """The code cells of a chapter's notebook."""
     cells = nbformat.read(ROOT / f"{chapter}.ipynb", as_version=4).cells
     return [cell for cell in cells if cell.cell_type == "code"]
 
 
-def test_every_closed_box_says_what_is_in_it(book):
-    for name in toc_files():
-        page = (book.html / f"{name}.html").read_text(encoding="utf-8")
-        titles = re.findall(r'<details class="hide[^"]*"><summary>(.*?)</summary>', page)
-        assert page.count('<details class="hide') == len(titles), name
-        assert not [title for title in titles if not title or "Show code" in title], name
-        if name in CHAPTERS:
-            assert {"Parameters", "Imports"} <= set(titles), name
-            solutions = [cell for cell in code_cells(name) if "solution" in cell.metadata.get("tags", [])]
-            numbered = [title for title in titles if title.startswith("Solution")]
-            assert numbered == [f"Solution {number}" for number in range(1, len(solutions) + 1)], name
+def titles_of_boxes(page):
+    """The titles of the closed boxes on a page, from its HTML. Each box has to have one."""
+    titles = re.findall(r'<details class="hide[^"]*"><summary>(.*?)</summary>', page)
+    assert len(titles) == page.count('<details class="hide')
+    return titles
 
 
-def test_all_code_of_a_chapter_is_on_its_page(book):
+@pytest.mark.parametrize("name", toc_files())
+def test_every_closed_box_says_what_is_in_it(book, name):
+    page = (book.html / f"{name}.html").read_text(encoding="utf-8")
+    for title in titles_of_boxes(page):
+        assert title != ""
+        assert "Show code" not in title, "what myst-nb writes where the book has no title"
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_a_chapter_has_boxes_for_its_parameters_imports_and_solutions(book, chapter):
+    """The solutions of its exercises are numbered from 1 on."""
+    titles = titles_of_boxes((book.html / f"{chapter}.html").read_text(encoding="utf-8"))
+    assert "Parameters" in titles
+    assert "Imports" in titles
+
+    solutions = [cell for cell in code_cells(chapter) if "solution" in cell.metadata.get("tags", [])]
+    expected_titles = [f"Solution {number}" for number in range(1, len(solutions) + 1)]
+    assert [title for title in titles if title.startswith("Solution")] == expected_titles
+
+
+def without_spaces(text):
+    return "".join(text.split())
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_all_code_of_a_chapter_is_on_its_page(book, chapter):
     """What is closed of an open cell is in the box below it."""
-    for name in CHAPTERS:
-        page = (book.html / f"{name}.html").read_text(encoding="utf-8")
-        article = page.partition("<article")[2].partition("</article>")[0]
-        text = "".join(html.unescape(re.sub(r"<[^>]*>", "", article)).split())
-        for cell in code_cells(name):
-            for line in cell.source.splitlines():
-                assert "".join(line.split()) in text, (name, line)
+    page = (book.html / f"{chapter}.html").read_text(encoding="utf-8")
+    _, _, from_article_on = page.partition("<article")
+    article, _, _ = from_article_on.partition("</article>")
+    text = without_spaces(html.unescape(re.sub(r"<[^>]*>", "", article)))
+    for cell in code_cells(chapter):
+        for line in cell.source.splitlines():
+            assert without_spaces(line) in text
 
 
 DEFINITION = "def f(x):\n    return x\n\n\n"
@@ -94,28 +114,35 @@ def test_every_error_on_purpose_is_marked():
             if "raises-exception" not in tags:
                 continue
             [error] = [output.evalue for output in cell.outputs if output.output_type == "error"]
-            mark = "error"
             if "still ran after" in error:
-                mark = "hangs"
-            assert tags & set(book_cells.MISTAKES) == {mark}, cell.id
+                expected_mark = "hangs"
+            else:
+                expected_mark = "error"
+            assert tags & set(book_cells.MISTAKES) == {expected_mark}, cell.id
+
+
+HEAD_OF_THREE_COLUMNS = "<thead><tr><th><p>A <em>name</em></p></th><th>B &amp; C</th><th>D</th></tr></thead>"
+ROW_OF_THREE_COLUMNS = "<tbody><tr><td><p>1</p></td><td>2</td><td>3</td></tr></tbody>"
 
 
 def test_a_row_of_a_wide_table_can_be_a_card():
-    head = "<thead><tr><th><p>A <em>name</em></p></th><th>B &amp; C</th><th>D</th></tr></thead>"
-    rows = "<tbody><tr><td><p>1</p></td><td>2</td><td>3</td></tr></tbody>"
-    table = f'<table class="table">{head}{rows}</table>'
-    cards = book_tables.TABLE.sub(book_tables.labelled, table)
+    """Each cell of a table of three columns has the heading of its column as its label. Two columns need no cards."""
+    wide_table = f'<table class="table">{HEAD_OF_THREE_COLUMNS}{ROW_OF_THREE_COLUMNS}</table>'
+    cards = book_tables.TABLE.sub(book_tables.labelled, wide_table)
     assert re.findall(r'data-label="(.*?)"', cards) == ["A name", "B &amp; C", "D"]
     assert 'class="table cards"' in cards
-    narrow = table.replace("<th>D</th>", "").replace("<td>3</td>", "")
-    assert book_tables.TABLE.sub(book_tables.labelled, narrow) == narrow
+
+    narrow_table = wide_table.replace("<th>D</th>", "").replace("<td>3</td>", "")
+    assert book_tables.TABLE.sub(book_tables.labelled, narrow_table) == narrow_table
 
 
 def test_the_lies_are_counted_by_chapter_and_kind(book):
-    page = (book.html / "book" / "sabotage.html").read_text(encoding="utf-8")
+    """The page on planted bugs, which the book calls lies, counts them in a sentence, and has a dot for each cell."""
     with (ROOT / "book" / "recorded" / "sabotage.csv").open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    lies = len({row["The lie"] for row in rows})
-    assert f"<p>{lies} lies were told, and {len(rows)} cells of " in page
-    table = page.partition('class="lies')[2].partition("</table>")[0]
+        rows = list(csv.DictReader(file))  # a row for each cell that noticed a lie
+    number_of_lies = len({row["The lie"] for row in rows})
+    page = (book.html / "book" / "sabotage.html").read_text(encoding="utf-8")
+    assert f"<p>{number_of_lies} lies were told, and {len(rows)} cells of " in page
+    _, _, from_table_on = page.partition('class="lies')
+    table, _, _ = from_table_on.partition("</table>")
     assert table.count("•") == len(rows)

@@ -2,7 +2,6 @@
 
 import re
 import sys
-from pathlib import Path
 from unittest import mock
 
 import cloudpickle
@@ -20,53 +19,79 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # importing it take
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
-# The third call of a function sends SIGTERM to torchrun and takes longer than StopRequest once waited.
-SLOW = """
-fast, calls = {name}, []
+# Code that makes a function of a script slow: on rank 0, its third call sends SIGTERM to torchrun and then takes 12
+# seconds, which is longer than StopRequest once waited.
+SLOW_THIRD_CALL = """
+fast_function = {name}
+number_of_calls = 0
 
 
-def slow(*arguments, **keywords):
-    calls.append(1)
-    if len(calls) == 3 and os.environ["RANK"] == "0":
+def slow_function(*arguments, **keywords):
+    global number_of_calls
+    number_of_calls += 1
+    if number_of_calls == 3 and os.environ["RANK"] == "0":
         os.kill(os.getppid(), signal.SIGTERM)
         time.sleep(12)
-    return fast(*arguments, **keywords)
+    return fast_function(*arguments, **keywords)
 
 
-{name} = slow
+{name} = slow_function
 """
-LEAVE = "    os._exit(0)\n"  # an agent that forks its ranks, and was signalled, waits for their end
-SAVES = {path: facts_at(path).script.saves_with for path in CHAPTERS if facts_at(path).script.saves_with}
+# The last line of a rank. An agent that forks its ranks, and was signalled, waits for their end.
+LEAVE_AT_ONCE = "    os._exit(0)\n"
+
+FACTS = {path: facts_at(path).script for path in CHAPTERS}
+CHAPTERS_THAT_SAVE = [path for path in CHAPTERS if FACTS[path].saves_with]  # the name of the function that saves
 
 
-def start(text, slow_function, folder, environment):
-    """Two ranks of a script, in which this function is slow."""
-    folder.mkdir()
-    path = folder / "train.py"
+def with_code_before_main(text, code):
+    """The text of a script with code in front of its last lines, so that it can replace functions of the script."""
     last_lines = 'if __name__ == "__main__":'
-    slow = SLOW.format(name=slow_function)
-    path.write_text(text.replace(last_lines, f"{slow}\n\n{last_lines}") + LEAVE)
-    return Forked(script_on_ranks(path, 2, "--save-every=2", "--checkpoint-dir=kept"), environment)
+    assert text.count(last_lines) == 1
+    return text.replace(last_lines, f"{code}\n\n{last_lines}")
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """Environment variables for a script that must run without this project."""
+    (tmp_path / "path").mkdir()
+    return stand_alone(tmp_path / "path")
+
+
+def start_with_slow_function(name, text, folder, environment):
+    """Start two ranks of a script in a new folder. A call of the function with this name is slow. Returns a Forked."""
+    folder.mkdir()
+    script = folder / "train.py"
+    script.write_text(with_code_before_main(text, SLOW_THIRD_CALL.format(name=name)) + LEAVE_AT_ONCE)
+    return Forked(script_on_ranks(script, 2, "--save-every=2", "--checkpoint-dir=kept"), environment)
+
+
+def check_stop(ended, checkpoint_folder):
+    """Check that a run has stopped at SIGTERM, and has saved a complete checkpoint of the step at which it stopped."""
+    stop = re.search(r"^stopped by SIGTERM at step (\d+): ", ended.out, re.MULTILINE)
+    assert stop, f"{ended.out}{ended.errors}"
+    step = int(stop[1])
+    assert not ended.left
+
+    files = sorted(path.name for path in checkpoint_folder.iterdir())
+    assert files[-1] == "stopped"
+    assert files[-2].startswith(f"step_{step:08}")
+    half_written_files = [file for file in files if file.startswith(".") or "part" in file]
+    assert half_written_files == []
 
 
 @pytest.mark.daily
-@pytest.mark.parametrize("notebook", SAVES, ids=lambda path: path.stem)
-def test_a_step_or_save_of_12_seconds_is_finished_after_sigterm(notebook, tmp_path):
-    (tmp_path / "path").mkdir()
-    environment = stand_alone(tmp_path / "path")
+@pytest.mark.parametrize("notebook", CHAPTERS_THAT_SAVE, ids=lambda path: path.stem)
+def test_a_step_or_save_of_12_seconds_is_finished_after_sigterm(notebook, alone, tmp_path):
     text = export(notebook, tmp_path).read_text()
-    runs = {name: start(text, name, tmp_path / name, environment) for name in ("take_step", SAVES[notebook])}
-    for name, run in runs.items():
-        _, out, errors, left = run.end(240)
-        stop = re.search(r"^stopped by SIGTERM at step (\d+): ", out, re.MULTILINE)
-        assert stop, f"{name}: {out}{errors}"
-        assert not left
-        files = sorted(path.name for path in Path(tmp_path, name, "kept").iterdir())
-        *_, checkpoint, mark = files
-        assert checkpoint.startswith(f"step_{int(stop[1]):08}") and mark == "stopped"
-        assert [file for file in files if file.startswith(".") or "part" in file] == []
+    save = FACTS[notebook].saves_with
+    run_with_slow_step = start_with_slow_function("take_step", text, tmp_path / "slow_step", alone)
+    run_with_slow_save = start_with_slow_function(save, text, tmp_path / "slow_save", alone)
+    check_stop(run_with_slow_step.end(240), tmp_path / "slow_step" / "kept")
+    check_stop(run_with_slow_save.end(240), tmp_path / "slow_save" / "kept")
 
 
+# Code that makes the saves of rank 1 take 100 seconds.
 SLOW_SAVE = """
 import time
 
@@ -80,53 +105,58 @@ def save_run(*arguments):
 """
 
 
-def test_chapter_10_waits_for_a_slow_save_for_its_patience(tmp_path):
+def test_chapter_10_waits_for_a_slow_save_for_its_patience(alone, tmp_path):
     """Rank 0 waits in the save's first collective. Without the flag it would wait for ten minutes."""
-    (tmp_path / "path").mkdir()
     (tmp_path / "kept").mkdir()
     script = export(find_notebook("10"), tmp_path)
-    last_lines = 'if __name__ == "__main__":'
-    script.write_text(script.read_text().replace(last_lines, f"{SLOW_SAVE}\n\n{last_lines}"))
-    work = script_on_ranks(script, 2, "--patience=5", "--checkpoint-dir=kept")
-    status, _, errors, left = forked(work, stand_alone(tmp_path / "path"), timeout=60)
-    assert status == 1 and not left
-    assert "Timed out waiting 5000ms" in errors
+    script.write_text(with_code_before_main(script.read_text(), SLOW_SAVE))
+    ended = forked(script_on_ranks(script, 2, "--patience=5", "--checkpoint-dir=kept"), alone, timeout=60)
+    assert ended.status == 1
+    assert not ended.left
+    assert "Timed out waiting 5000ms" in ended.errors
 
 
-def times_by_a_slow_clock(path, flags):
-    """What a run tells of its steps' seconds if a step takes a second, on a queue, and a save an hour."""
-    capstone = loaded(path)
+def logged_by_a_pretended_clock(path, flags):
+    """Train with the script of chapter 16 on a pretended device, on which a step takes a second, and a save an hour.
+
+    The device has a queue: the host goes on while it works. Returns what the script logs, as a list of dictionaries,
+    and the MFU that belongs to a step of one second.
+    """
+    script = loaded(path)
     device = Device()
-    seconds = []
+    logged = []
 
-    def step(*arguments):
+    def take_step(*arguments):
         device.step()
         return torch.ones(()), device
 
-    def save(*arguments):
+    def save_run(*arguments):
         device.wait()
         device.hour()
 
-    def log(folder, begun):
-        return lambda step, values: seconds.append((values["seconds"], values["mfu"]))
+    def start_log(folder, begun):
+        def log(step, values):
+            logged.append({"seconds": values["seconds"], "mfu": values["mfu"]})
 
-    capstone.time = device
-    capstone.take_step = step
-    capstone.save_run = save
-    capstone.mean_loss = device.wait
+        return log
+
+    script.time = device
+    script.take_step = take_step
+    script.save_run = save_run
+    script.mean_loss = device.wait
     with (
         mock.patch("sys.argv", ["capstone", *flags]),
         mock.patch.object(torch, "get_device_module", lambda name: device),
     ):
-        args = capstone.parse_args()
+        args = script.parse_args()
         cpu = torch.device("cpu")
-        capstone.train(args, capstone.load_data(cpu), cpu, log)
-    return seconds, capstone.mfu(1, args)
+        script.train(args, script.load_data(cpu), cpu, start_log)
+    return logged, script.mfu(1, args)
 
 
 def test_a_step_lasts_until_the_device_has_done_it(tmp_path):
     """A clock that is read before makes a step as short as its launch, or a save as long as the steps in its queue."""
     script = export("16", tmp_path)
     flags = ["--steps=12", "--log-every=4", "--save-every=3", f"--checkpoint-dir={tmp_path / 'kept'}"]
-    [(seconds, mfu)] = launch(times_by_a_slow_clock, str(script), flags, nproc=1)
-    assert seconds == [(1, mfu)] * 3
+    [(logged, mfu_of_a_second)] = launch(logged_by_a_pretended_clock, str(script), flags, nproc=1)
+    assert logged == [{"seconds": 1, "mfu": mfu_of_a_second}] * 3

@@ -1,9 +1,8 @@
-"""What a rank stores and what autograd keeps, in eight arrangements, beside the planner's counts (decision guide)."""
+"""What a rank stores and what autograd keeps for the backward, beside the planner's counts (for the decision guide)."""
 
-import math
 import sys
 from collections import Counter
-from functools import partial
+from dataclasses import dataclass
 
 import cloudpickle
 import pytest
@@ -31,45 +30,85 @@ from helpers.runtime.models import PixelBlock
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # or each rank would import this module, in a second
 
-SHAPE = {"width": 64, "layers": 4, "tokens": 100}
+WIDTH = 64
+LAYERS = 4
+TOKENS = 100  # of a sample
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How the blocks of a transformer are divided among ranks."""
+
+    fsdp: int = 1
+    tp: int = 1
+    pp: int = 1
+    sequence: bool = False  # whether tensor parallelism comes with sequence parallelism
+    recompute: bool = False  # whether the backward recomputes each block
+
+    @property
+    def ranks(self):
+        return self.fsdp * self.tp * self.pp
+
+    @property
+    def micro_batches(self):
+        """Of one sample each, in a step."""
+        if self.pp > 1:
+            return 4
+        return 1
+
+
 ARRANGEMENTS = [
-    {},
-    {"fsdp": 2},
-    {"tp": 2},
-    {"tp": 2, "sequence": True},
-    {"fsdp": 2, "tp": 2},
-    {"fsdp": 2, "recompute": True},
-    {"pp": 2},
-    {"pp": 2, "fsdp": 2},
+    Arrangement(),
+    Arrangement(fsdp=2),
+    Arrangement(tp=2),
+    Arrangement(tp=2, sequence=True),
+    Arrangement(fsdp=2, tp=2),
+    Arrangement(fsdp=2, recompute=True),
+    Arrangement(pp=2),
+    Arrangement(pp=2, fsdp=2),
 ]
 
 
-def blocks_of_rank(width, layers, tokens, fsdp=1, tp=1, pp=1, sequence=False, recompute=False):
-    """Bytes of (state, what is kept for backward) of the blocks on a rank of stage 0.
+@dataclass(frozen=True)
+class RankBytes:
+    """Bytes of the blocks of a rank."""
 
-    In float32; the planner's model has one token in its vocabulary, so that its blocks
-    are nearly all of it. A pipeline has four micro-batches.
+    stored: float  # parameters, gradients and AdamW's two moments
+    kept: float  # activations that are kept for the backward, at the fullest moment of a step
+
+
+# --- As planned -------------------------------------------------------------------------------------------------------
+
+
+def planned_bytes(arrangement):
+    """The planner's count for a rank of the first stage, in float32.
+
+    Its model has a vocabulary of one token, so that nearly all parameters are those of the blocks.
     """
-    shape = {"width": width, "layers": layers, "seq": tokens, "vocab": 1, "classes": 0}
+    shape = {"width": WIDTH, "layers": LAYERS, "seq": TOKENS, "vocab": 1, "classes": 0}
     model = model_of({"preset": "pixels", **shape, "learned_positions": False})
     layout = Layout(
-        dp=fsdp,
-        tp=tp,
-        pp=pp,
-        zero=3 if fsdp > 1 else 0,
+        dp=arrangement.fsdp,
+        tp=arrangement.tp,
+        pp=arrangement.pp,
+        zero=3 if arrangement.fsdp > 1 else 0,
         dtype="float32",
-        batch=fsdp * (4 if pp > 1 else 1),
-        sequence_parallel=sequence,
-        recompute="full" if recompute else "none",
+        batch=arrangement.fsdp * arrangement.micro_batches,
+        sequence_parallel=arrangement.sequence,
+        recompute="full" if arrangement.recompute else "none",
     ).check(model)
-    each = activations_per_layer(model, layout, sequence_inputs="kept")
-    return (
-        16 * shared_parameters(model, layout, stage=0),
-        layers // pp * in_flight(layout, stage=0) * each,
+    bytes_of_parameter = 16  # float32: the parameter, its gradient and two moments
+    layers_of_stage = LAYERS // arrangement.pp
+    kept_by_layer = activations_per_layer(model, layout, sequence_inputs="kept")
+    return RankBytes(
+        stored=bytes_of_parameter * shared_parameters(model, layout, stage=0),
+        kept=layers_of_stage * in_flight(layout, stage=0) * kept_by_layer,
     )
 
 
-PLAN = {
+# --- As measured ------------------------------------------------------------------------------------------------------
+
+TENSOR_PLAN = {
     "query": ColwiseParallel(),
     "key": ColwiseParallel(),
     "value": ColwiseParallel(),
@@ -77,10 +116,22 @@ PLAN = {
     "mlp.0": ColwiseParallel(),
     "mlp.2": RowwiseParallel(),
 }
+SEQUENCE_PLAN = {
+    **TENSOR_PLAN,
+    "norm1": SequenceParallel(),
+    "norm2": SequenceParallel(),
+    "out": RowwiseParallel(output_layouts=Shard(1)),
+    "mlp.0": ColwiseParallel(input_layouts=Shard(1)),
+    "mlp.2": RowwiseParallel(output_layouts=Shard(1)),
+}
+# Query, key and value share one gathered input.
+GATHERED_AFTER_NORM = PrepareModuleOutput(
+    output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False
+)
 
 
 class Recomputed(nn.Module):
-    """A block that keeps its input only."""
+    """A block that keeps only its input for the backward."""
 
     def __init__(self, block):
         super().__init__()
@@ -90,13 +141,45 @@ class Recomputed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False)
 
 
-SEQUENCE_PLAN = {
-    **PLAN,
-    **dict.fromkeys(["norm1", "norm2"], SequenceParallel()),
-    **dict.fromkeys(["out", "mlp.2"], RowwiseParallel(output_layouts=Shard(1))),
-    "mlp.0": ColwiseParallel(input_layouts=Shard(1)),
-}
-GATHERED = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False)
+def divided_blocks(arrangement, mesh):
+    """The blocks of this rank's stage, divided by tensor parallelism and by fully_shard."""
+    blocks = nn.Sequential()
+    for _ in range(LAYERS // arrangement.pp):
+        block = PixelBlock(WIDTH, heads=4)
+        if arrangement.sequence:
+            parallelize_module(block, mesh["tp"], SEQUENCE_PLAN)
+            parallelize_module(block, mesh["tp"], {"norm1": GATHERED_AFTER_NORM})
+        elif arrangement.tp > 1:
+            parallelize_module(block, mesh["tp"], TENSOR_PLAN)
+        if arrangement.recompute:
+            block = Recomputed(block)
+        if arrangement.fsdp > 1:
+            fully_shard(block, mesh=mesh["fsdp"])
+        blocks.append(block)
+    return blocks
+
+
+def forward_and_backward(arrangement, blocks, mesh):
+    """Run one step: of a pipeline by its schedule, otherwise of one sample."""
+    if arrangement.pp == 1:
+        tokens = TOKENS
+        if arrangement.sequence:
+            tokens = TOKENS // arrangement.tp  # Outside the blocks, a rank has only its part of the tokens.
+        x = torch.randn(1, tokens, WIDTH, requires_grad=True)
+        blocks(x).sum().backward()
+        return
+
+    def loss(output, target):
+        return output.sum()
+
+    index = mesh["pp"].get_local_rank()
+    stage = PipelineStage(blocks, index, arrangement.pp, torch.device("cpu"), group=mesh["pp"].get_group())
+    schedule = Schedule1F1B(stage, arrangement.micro_batches, loss_fn=loss)
+    x = torch.randn(arrangement.micro_batches, TOKENS, WIDTH, requires_grad=True)
+    if index == 0:
+        schedule.step(x, target=x)
+    else:
+        schedule.step(target=x)
 
 
 def local(tensor):
@@ -109,76 +192,87 @@ def local(tensor):
 
 
 class Kept:
-    """An activation, as autograd holds it until its backward; counts all of them."""
+    """A tensor that autograd keeps until its backward, in place of the tensor itself."""
 
-    holders = Counter()  # by place in memory
-    sizes = {}  # bytes, by place
-    peak = 0
-
-    def __init__(self, tensor):
-        self.tensor, self.place = tensor, local(tensor).data_ptr()
-        Kept.holders[self.place] += 1
-        Kept.sizes[self.place] = local(tensor).nbytes
-        Kept.peak = max(Kept.peak, sum(Kept.sizes.values()))
+    def __init__(self, tensor, tracker):
+        self.tensor = tensor
+        self.tracker = tracker
+        self.address = local(tensor).data_ptr()
+        tracker.add(self.address, local(tensor).nbytes)
 
     def __del__(self):
-        Kept.holders[self.place] -= 1
-        if not Kept.holders[self.place]:
-            del Kept.sizes[self.place]
+        self.tracker.remove(self.address)
+
+
+class KeptBytes:
+    """Measures how many bytes of activations autograd keeps at most. Several tensors may share the same memory.
+
+    ``pack`` and ``unpack`` are the functions for torch.autograd.graph.saved_tensors_hooks.
+    """
+
+    def __init__(self, sequence_lengths):
+        self.sequence_lengths = set(sequence_lengths)
+        self.keepers = Counter()  # {address: how many tensors there are kept}
+        self.sizes = {}  # {address: bytes}
+        self.peak = 0
+
+    def pack(self, tensor):
+        """Activations have a length of the sequence among their sizes, and are counted. Weights do not, and are not."""
+        is_activation = bool(self.sequence_lengths & set(tensor.shape))
+        if is_activation:
+            return Kept(tensor, self)
+        return tensor
 
     @staticmethod
-    def of(tensor, lengths):
-        """Activations have a sequence's length among their sizes; weights do not."""
-        return Kept(tensor) if lengths & set(tensor.shape) else tensor
+    def unpack(packed):
+        if isinstance(packed, Kept):
+            return packed.tensor
+        return packed
 
-    @staticmethod
-    def give(held):
-        return held.tensor if isinstance(held, Kept) else held
+    def add(self, address, size):
+        self.keepers[address] += 1
+        self.sizes[address] = size
+        self.peak = max(self.peak, sum(self.sizes.values()))
+
+    def remove(self, address):
+        self.keepers[address] -= 1
+        if self.keepers[address] == 0:
+            del self.sizes[address]
 
 
-def measured(width, layers, tokens, fsdp=1, tp=1, pp=1, sequence=False, recompute=False):
-    """(bytes stored, most bytes kept for backward) of this rank in one step."""
-    names = ("pp", "fsdp", "tp")
-    mesh = init_device_mesh("cpu", (pp, fsdp, tp), mesh_dim_names=names)
-    blocks = nn.Sequential(*(PixelBlock(width, heads=4) for _ in range(layers // pp)))
-    for index, block in enumerate(blocks):
-        if tp > 1:
-            parallelize_module(block, mesh["tp"], SEQUENCE_PLAN if sequence else PLAN)
-        if sequence:  # query, key and value share one gathered tensor
-            parallelize_module(block, mesh["tp"], {"norm1": GATHERED})
-        if recompute:
-            blocks[index] = Recomputed(block)
-        if fsdp > 1:
-            fully_shard(blocks[index], mesh=mesh["fsdp"])
+def stored_bytes(blocks, optimizer):
+    """Bytes on this rank of the parameters, their gradients and the optimizer's state, without its step counters."""
+    total = 0
+    for parameter in blocks.parameters():
+        for tensor in (parameter, parameter.grad, *optimizer.state[parameter].values()):
+            is_step_counter = tensor.dim() == 0
+            if not is_step_counter:
+                total += local(tensor).nbytes
+    return total
+
+
+def measured_bytes(arrangement):
+    """Take one step on this rank, and return what it has stored and the most that it has kept."""
+    sizes = (arrangement.pp, arrangement.fsdp, arrangement.tp)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "fsdp", "tp"))
+    blocks = divided_blocks(arrangement, mesh)
     optimizer = torch.optim.AdamW(blocks.parameters())
-    mine = tokens // tp if sequence else tokens  # of a sequence, where blocks begin
-    keep = partial(Kept.of, lengths={tokens, mine})
-    with torch.autograd.graph.saved_tensors_hooks(keep, Kept.give):
-        if pp > 1:
-            micro_batches, index = 4, mesh["pp"].get_local_rank()
-            device, group = torch.device("cpu"), mesh["pp"].get_group()
-            stage = PipelineStage(blocks, index, pp, device, group=group)
-            schedule = Schedule1F1B(stage, micro_batches, loss_fn=lambda output, _: output.sum())
-            x = torch.randn(micro_batches, tokens, width, requires_grad=True)
-            schedule.step(*([x] if index == 0 else []), target=x)
-        else:
-            x = torch.randn(1, mine, width, requires_grad=True)
-            blocks(x).sum().backward()
+
+    sequence_lengths = [TOKENS]
+    if arrangement.sequence:
+        sequence_lengths.append(TOKENS // arrangement.tp)  # Some activations have only this rank's part of the tokens.
+    tracker = KeptBytes(sequence_lengths)
+    with torch.autograd.graph.saved_tensors_hooks(tracker.pack, tracker.unpack):
+        forward_and_backward(arrangement, blocks, mesh)
     optimizer.step()
-    stored = [
-        tensor
-        for parameter in blocks.parameters()
-        for tensor in (parameter, parameter.grad, *optimizer.state[parameter].values())
-        if tensor.dim()  # without the step counters
-    ]
-    return sum(local(tensor).nbytes for tensor in stored), Kept.peak
+    return RankBytes(stored=stored_bytes(blocks, optimizer), kept=tracker.peak)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("options", ARRANGEMENTS, ids=str)
-def test_a_rank_stores_and_keeps_what_is_planned(options):
-    nproc = math.prod(options.get(name, 1) for name in ("fsdp", "tp", "pp"))
-    state, kept = launch(partial(measured, **SHAPE, **options), nproc=nproc)[0]  # of rank 0
-    planned_state, planned_kept = blocks_of_rank(**SHAPE, **options)
-    assert state == pytest.approx(planned_state, rel=0.01)
-    assert kept == pytest.approx(planned_kept, rel=0.01)
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=str)
+def test_a_rank_stores_and_keeps_what_is_planned(arrangement):
+    bytes_of_ranks = launch(measured_bytes, arrangement, nproc=arrangement.ranks)
+    measured = bytes_of_ranks[0]
+    planned = planned_bytes(arrangement)
+    assert measured.stored == pytest.approx(planned.stored, rel=0.01)
+    assert measured.kept == pytest.approx(planned.kept, rel=0.01)

@@ -39,13 +39,19 @@ class Line:
 
     @property
     def nodes(self) -> int:
-        return 2 if any(word.startswith("--nnodes") for word in self.launcher) else 1
+        """On how many nodes it is typed. A line that names their number names two."""
+        if any(word.startswith("--nnodes") for word in self.launcher):
+            return 2
+        return 1
 
     @property
     def ranks(self) -> int:
-        """How many ranks it starts on a node here."""
-        [number] = [word.partition("=")[2] for word in self.launcher if word.startswith("--nproc-per-node")]
-        return 2 if number == "gpu" else int(number)
+        """How many ranks a line of one node starts here, where ``--nproc-per-node=gpu`` means two."""
+        [option] = [word for word in self.launcher if word.startswith("--nproc-per-node=")]
+        number = option.removeprefix("--nproc-per-node=")
+        if number == "gpu":
+            return 2
+        return int(number)
 
     @property
     def facts(self):
@@ -68,23 +74,29 @@ class Line:
         return shlex.split(self.facts.here or on_a_cpu)
 
 
+# Such as: NCCL_DEBUG=INFO torchrun --nproc-per-node=gpu scripts/04_topic.py --epochs 2
+TORCHRUN_LINE = re.compile(
+    r"(?:NCCL_\w+=\w+ )?torchrun (?P<launcher>.* )?(?:\S*/)?(?P<chapter>\d\d_\w+)\.py(?: (?P<flags>.*))?"
+)
+
+
 def printed_lines() -> list[Line]:
     """All torchrun lines that start a chapter's script, of pages and of the scripts' own first lines."""
     lines = []
     for text in printed():
-        match = re.fullmatch(r"(?:NCCL_\w+=\w+ )?torchrun (.* )?(?:\S*/)?(\d\d_\w+)\.py(?: (.*))?", text)
+        match = TORCHRUN_LINE.fullmatch(text)
         if match is not None:
-            launcher, chapter, flags = match.groups(default="")
-            lines.append(Line(text, tuple(launcher.split()), chapter, flags))
+            parts = match.groupdict(default="")
+            launcher = tuple(parts["launcher"].split())
+            lines.append(Line(text, launcher, parts["chapter"], parts["flags"]))
     return lines
 
 
 LINES = printed_lines()
 CHAPTERS_WITH_LINES = sorted({line.chapter for line in LINES})
-FIRST_OF_TWO = [line for line in LINES if "--node-rank=0" in line.launcher]
-ELSEWHERE = {  # lines with c10d on each of two nodes: test_two_hosts.py runs both kinds of rendezvous with restarts
-    line.text for line in LINES if line.nodes == 2 and "--rdzv-backend=c10d" in line.launcher
-}
+LINES_OF_NODE_0 = [line for line in LINES if "--node-rank=0" in line.launcher]
+# The same line is typed on each of two nodes. test_two_hosts.py runs them: both kinds of rendezvous, with restarts.
+LINES_FOR_BOTH_NODES = {line.text for line in LINES if line.nodes == 2 and "--rdzv-backend=c10d" in line.launcher}
 PLAN_OF_CHAPTER_15 = (
     "python -m helpers plan llama3-8b cluster.toml --layout dp=16,zero=3,batch=128,recompute=sac --job tokens=1e11"
 )
@@ -92,72 +104,100 @@ PLAN_OF_CHAPTER_15 = (
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
+    """The environment variables of a reader's machine, on which scripts find nothing of this project."""
     return stand_alone(tmp_path_factory.mktemp("path"))
 
 
 @pytest.fixture
 def script(tmp_path):
     """A function that writes a chapter's script into this test's empty folder."""
-    return lambda chapter: export(chapter, tmp_path / "empty")
+
+    def write(chapter):
+        return export(chapter, tmp_path / "empty")
+
+    return write
 
 
-def agent(line, script, launcher, environment):
-    """A fork that is one node's torchrun."""
-    launcher = [word.replace("HOST", "127.0.0.1").replace("=gpu", "=2") for word in launcher]
-    if line.nodes == 2:
-        launcher = [word.replace("--nproc-per-node=8", "--nproc-per-node=2") for word in launcher]
+def start_agent(line, script, launcher, environment):
+    """Start one node's torchrun in a fork of this process, with the words of a printed line adapted to this machine."""
+    adapted = []
+    for word in launcher:
+        word = word.replace("HOST", "127.0.0.1").replace("=gpu", "=2")
+        if line.nodes == 2:
+            word = word.replace("--nproc-per-node=8", "--nproc-per-node=2")
+        adapted.append(word)
     folder = str(script.parent)
     flags = [flag.replace("/shared", folder) for flag in line.flags_here()]
-    return Forked(Work("forked_torchrun", "main", [*launcher, str(script), *flags], folder), environment)
+    return Forked(Work("forked_torchrun", "main", [*adapted, str(script), *flags], folder), environment)
 
 
 def run_on_one_node(line, script, environment):
-    """Run a line of one node to its end, in forks of this process if it has few ranks. Returns how it ended."""
+    """Run a line of one node to its end, in forks of this process if it has few ranks. Returns how it Ended."""
     if line.ranks > MOST_FORKED_RANKS:
         return torchrun(script, line.ranks, environment, *line.flags_here(), timeout=TIMEOUT)
     launcher = [word for word in line.launcher if word != "--standalone"]  # AT_ADDRESS takes its place
-    return agent(line, script, [*launcher, *AT_ADDRESS], environment).end(TIMEOUT)
+    return start_agent(line, script, [*launcher, *AT_ADDRESS], environment).end(TIMEOUT)
+
+
+def size_of(path):
+    """The bytes of a file, or of all files below a folder; 0 if there is nothing at the path."""
+    if path.is_dir():
+        files = [file for file in path.rglob("*") if file.is_file()]
+        return sum(file.stat().st_size for file in files)
+    if path.is_file():
+        return path.stat().st_size
+    return 0
 
 
 def check(line, ended, folder):
-    """Check that a line left no process, did what its chapter says of it, and trained as well as the defaults."""
-    status, out, errors, left = ended
-    assert status == 0 and not left, f"{line.text}\n{out}{errors}"
-    if line.facts.prints:
-        assert re.search(line.facts.prints, out, re.MULTILINE), f"{line.text}\n{out}"
-    if line.facts.writes:
-        path = folder / line.facts.writes
-        files = path.rglob("*") if path.is_dir() else [path]
-        assert sum(file.stat().st_size for file in files if file.is_file()) > 100, f"{line.text} left no {path}"
-    if line.facts.trains:
-        assert unmet(FACTS[line.chapter].script.result, result(out)) == [], f"{line.text}\n{out}"
+    """Check that a line left no process, did what its chapter says of it, and trained as well as the defaults.
+
+    ``ended`` says how the line Ended, which ran in ``folder``.
+    """
+    promised = line.facts
+    report = f"{line.text}\n{ended.out}{ended.errors}"
+    assert ended.status == 0, report
+    assert not ended.left, report
+    if promised.prints:
+        assert re.search(promised.prints, ended.out, re.MULTILINE), report
+    if promised.writes:
+        assert size_of(folder / promised.writes) > 100, f"{line.text} left no {promised.writes}"
+    if promised.trains:
+        conditions = FACTS[line.chapter].script.result  # such as {"accuracy": "> 0.9"}
+        assert unmet(conditions, result(ended.out)) == [], report
 
 
 def check_command(words, folder):
-    """Check that ``python -m helpers WORDS`` succeeds in a folder. Returns what it printed."""
-    status, out, errors, left = forked(Work("helpers.__main__", "main", words, str(folder)), ENVIRONMENT, 700)
-    assert status == 0 and not left, f"{' '.join(words)}\n{out}{errors}"
-    return out
+    """Check that ``python -m helpers WORDS`` succeeds in a folder and leaves no process. Returns what it printed."""
+    ended = forked(Work("helpers.__main__", "main", words, str(folder)), ENVIRONMENT, timeout=700)
+    report = f"{' '.join(words)}\n{ended.out}{ended.errors}"
+    assert ended.status == 0, report
+    assert not ended.left, report
+    return ended.out
 
 
 def check_plan(folder):
-    """Chapter 15 prints its plan behind a line that measures a cluster: it plans for what was measured."""
+    """Check that chapter 15's command can plan for the cluster that an earlier line has measured into cluster.toml."""
     cluster = tomllib.loads((folder / "cluster.toml").read_text())["cluster"]
     ranks = cluster["gpus_per_node"] * cluster["nodes"]
     plan = PLAN_OF_CHAPTER_15.replace("dp=16", f"dp={ranks},dtype=float32")  # the only type that a CPU is timed in
-    out = check_command(plan.split()[3:], folder)
+    words = plan.removeprefix("python -m helpers ").split()
+    out = check_command(words, folder)
     assert re.search(r"without failures +[\d,.]+ +days", out), out
 
 
 def test_chapters_say_something_of_printed_lines_alone():
-    described = {(chapter, line.flags) for chapter, facts in FACTS.items() for line in facts.script.lines}
+    described = set()
+    for chapter, facts in FACTS.items():
+        described |= {(chapter, line.flags) for line in facts.script.lines}
     assert described <= {(line.chapter, line.flags) for line in LINES}
 
 
 def test_a_line_of_one_node_has_its_line_of_the_other():
-    firsts = {line.text for line in FIRST_OF_TWO}
-    seconds = {text.replace("--node-rank=0", "--node-rank=1") for text in firsts}
-    assert {line.text for line in LINES if line.nodes == 2} - ELSEWHERE <= firsts | seconds
+    of_node_0 = {line.text for line in LINES_OF_NODE_0}
+    of_node_1 = {text.replace("--node-rank=0", "--node-rank=1") for text in of_node_0}
+    of_two_nodes = {line.text for line in LINES if line.nodes == 2}
+    assert of_two_nodes - LINES_FOR_BOTH_NODES <= of_node_0 | of_node_1
 
 
 @pytest.mark.daily
@@ -190,16 +230,21 @@ def test_lines_of_one_node_in_their_order(chapter, alone, script):
 
 
 @pytest.mark.daily
-@pytest.mark.parametrize("line", FIRST_OF_TWO, ids=lambda line: line.chapter)
+@pytest.mark.parametrize("line", LINES_OF_NODE_0, ids=lambda line: line.chapter)
 def test_a_line_on_each_of_two_nodes(line, alone, script):
+    """``line`` is typed on node 0, and on node 1 the same line with --node-rank=1. Two ranks of each train together."""
     path = script(line.chapter)
     (path.parent / "runs" / "b").mkdir(parents=True)
     with hold_port() as port:
-        first = [*line.launcher, f"--master-port={port}"]
-        second = [word.replace("--node-rank=0", "--node-rank=1") for word in first]
-        nodes = [agent(line, path, launcher, alone) for launcher in (first, second)]
-        first_end, second_end = [node.end(TIMEOUT) for node in nodes]
-    status, out, errors, left = second_end
-    assert status == 0 and not left, out + errors
-    check(line, first_end, path.parent)
-    assert result(first_end[1])["world_size"] == 4
+        launcher_of_node_0 = [*line.launcher, f"--master-port={port}"]
+        launcher_of_node_1 = [word.replace("--node-rank=0", "--node-rank=1") for word in launcher_of_node_0]
+        node_0 = start_agent(line, path, launcher_of_node_0, alone)
+        node_1 = start_agent(line, path, launcher_of_node_1, alone)
+        end_of_node_0 = node_0.end(TIMEOUT)
+        end_of_node_1 = node_1.end(TIMEOUT)
+
+    report_of_node_1 = end_of_node_1.out + end_of_node_1.errors
+    assert end_of_node_1.status == 0, report_of_node_1
+    assert not end_of_node_1.left, report_of_node_1
+    check(line, end_of_node_0, path.parent)
+    assert result(end_of_node_0.out)["world_size"] == 4

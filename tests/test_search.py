@@ -18,16 +18,22 @@ from book_search import ERRORS, PHRASES, Entry, read_lines_of_sections
 
 MAX_RESULTS = 3  # that a reader looks at
 MAX_BYTES = 600_000  # of all that the search loads
-SECTION = re.compile(r'(?s)<section[^>]* id="([^"]+)"[^>]*>\s*(?:<span[^>]*></span>)*<h\d>(.*?)<a class="headerlink"')
+# In a page's HTML: <section id="an-anchor"><h2>A heading<a class="headerlink" …
+SECTION = re.compile(
+    r'<section[^>]* id="(?P<anchor>[^"]+)"[^>]*>\s*(?:<span[^>]*></span>)*<h\d>(?P<heading>.*?)<a class="headerlink"',
+    flags=re.DOTALL,
+)
 
 
 @pytest.fixture(scope="module")
 def entries(book):
-    """The search's index."""
+    """The entries of the search's index, unpacked from the script that has them. See script_with in book_search.py."""
     script = (book.html / "_static" / "search_entries.js").read_text(encoding="utf-8")
     packed = re.match(r'var searchEntries = "(.*?)"', script)[1]
-    columns = json.loads(gzip.decompress(base64.b64decode(packed)))
-    return [Entry(*row) for row in zip(*columns, strict=True)]
+    data = gzip.decompress(base64.b64decode(packed))
+    columns = json.loads(data)  # a list for each field: all pages, all anchors and so on
+    rows = zip(*columns, strict=True)
+    return [Entry(*row) for row in rows]
 
 
 def words_in(text):
@@ -36,6 +42,7 @@ def words_in(text):
 
 
 def words_of(html):
+    """The words of a piece of HTML, without tags and punctuation."""
     return words_in(unescape(re.sub("<[^>]*>", "", html)))
 
 
@@ -43,26 +50,32 @@ def words_of(html):
 
 
 def test_every_heading_can_be_found(book, entries):
-    """Each result leads to its heading, or to its term in the glossary."""
-    found = {(entry.page, entry.anchor): words_of(entry.headings[-1]) for entry in entries}
-    assert len(found) == len(entries)
+    """Each section of a page has an entry with its heading, and each entry an anchor on its page."""
+    heading_of_entry = {(entry.page, entry.anchor): words_of(entry.headings[-1]) for entry in entries}
+    assert len(heading_of_entry) == len(entries)
     for page in toc_files():
         html = (book.html / f"{page}.html").read_text(encoding="utf-8")
-        sections = SECTION.findall(html)
+        sections = list(SECTION.finditer(html))
         assert len(sections) == html.count("<section"), page
-        for anchor, heading in sections:
-            assert found.pop((page, anchor)) == words_of(heading)
+        for section in sections:
+            heading = heading_of_entry.pop((page, section["anchor"]))
+            assert heading == words_of(section["heading"])
         for entry in entries:
-            assert entry.page != page or f'id="{entry.anchor}"' in html, entry.anchor
-    assert {page for page, _ in found} == {"book/glossary", "book/references"}  # terms, and works that pages cite
+            if entry.page == page:
+                assert f'id="{entry.anchor}"' in html, entry.anchor
+
+    pages_of_other_entries = {page for page, _ in heading_of_entry}
+    assert pages_of_other_entries == {"book/glossary", "book/references"}  # terms, and works that pages cite
 
 
 # --- how it ranks -----------------------------------------------------------------------------------------------------
 
+# It searches in small texts: ([titles], [texts], [queries]) => for each query the positions of the texts it finds.
 RANK_TEXTS = """([titles, texts, queries]) => {
     const find = bookSearch.build(titles.map((title, k) => ['page', title, ['Page', title], texts[k], '']));
     return queries.map(query => find(query).map(result => result.anchor));
 }"""
+# It searches in the book: [queries] => for each query its results, the best one first.
 ANSWER = """async queries => {
     const find = bookSearch.build(await bookSearch.unpack(searchEntries), searchWeights);
     return queries.map(query => find(query));
@@ -108,69 +121,85 @@ def test_it_finds_other_forms_of_a_word_and_ranks_by_how_many_words_match(search
 
 
 def is_answer_to_search(result, answers):
-    """Whether a result is one of the answers, {name of a page: pattern of a heading}."""
+    """Whether a result is one of the right answers to a search, {name of a page: pattern of a heading}."""
     page = result["page"].rpartition("/")[2]
     return page in answers and re.search(answers[page], result["headings"][-1], re.I) is not None
 
 
 def is_answer_to_question(result, question):
-    return (result["page"], slugify(result["headings"][-1])) == (question.page, question.anchor)
+    """Whether a result is the section that answers a Question of book/questions.md."""
+    is_right_page = result["page"] == question.page
+    is_right_section = slugify(result["headings"][-1]) == question.anchor
+    return is_right_page and is_right_section
 
 
 def test_questions_are_answered(search):
     """For 80 % of the questions the right section is first, for 97 % among the first three. None finds nothing."""
-    typed = searches()
+    answers_to_searches = searches()
     questions = {question.text: question for question in QUESTIONS}
-    queries = list(typed | questions)
-    first = 0
+    queries = list(answers_to_searches | questions)
+
+    number_with_right_first = 0
     misses = []
     for query, results in zip(queries, search.evaluate(ANSWER, queries), strict=True):
         assert results, query
-        top = results[:MAX_RESULTS]
+        results_in_view = results[:MAX_RESULTS]
         if query in questions:
-            right = [is_answer_to_question(result, questions[query]) for result in top]
+            expected = questions[query]
+            right = [is_answer_to_question(result, expected) for result in results_in_view]
         else:
-            right = [is_answer_to_search(result, typed[query]) for result in top]
+            expected = answers_to_searches[query]
+            right = [is_answer_to_search(result, expected) for result in results_in_view]
         if right[0]:
-            first += 1
+            number_with_right_first += 1
         if not any(right):
-            found = [(result["page"], result["headings"][-1]) for result in top]
-            misses.append(f"{query}\n    expected {questions.get(query, typed.get(query))}\n    not      {found}")
-    summary = "\n".join([f"first: {first} of {len(queries)}; not found: {len(misses)}", *misses])
-    assert first >= 0.8 * len(queries) and len(misses) <= 0.03 * len(queries), summary
+            found = [(result["page"], result["headings"][-1]) for result in results_in_view]
+            misses.append(f"{query}\n    expected {expected}\n    not      {found}")
+
+    totals = f"first: {number_with_right_first} of {len(queries)}; not found: {len(misses)}"
+    summary = "\n".join([totals, *misses])
+    assert number_with_right_first >= 0.8 * len(queries), summary
+    assert len(misses) <= 0.03 * len(queries), summary
 
 
 def test_no_phrase_is_one_of_the_searches():
     """The searches tell how well the search finds what nobody foresaw, so its list of phrases must not have them."""
-    phrases = [phrase for lines in read_lines_of_sections(ROOT / PHRASES).values() for phrase in lines]
+    phrases = set()
+    for phrases_of_section in read_lines_of_sections(ROOT / PHRASES).values():
+        phrases.update(words_in(phrase).lower() for phrase in phrases_of_section)
     assert len(phrases) > 700
-    foreseen = {words_in(phrase).lower() for phrase in phrases}
-    assert not [query for query in searches() if words_in(query).lower() in foreseen]
+    foreseen = [query for query in searches() if words_in(query).lower() in phrases]
+    assert foreseen == []
 
 
-def first_places(search, queries):
-    """(page, anchor) of each query's first result."""
-    return [(results[0]["page"], results[0]["anchor"]) for results in search.evaluate(ANSWER, list(queries))]
-
-
-def test_an_error_message_leads_to_the_section_that_cures_it(search):
-    """Alone, and inside what a terminal prints around it."""
-    cures = {}
+def sections_by_message():
+    """{an error message: the section that says how to repair it, as "page#anchor"}, from book/error_messages.txt."""
+    sections = {}
     for section, messages in read_lines_of_sections(ROOT / ERRORS).items():
         for message in messages:
-            cures[message] = tuple(section.split("#"))
-    assert len(cures) > 20
-    terminal = "Traceback (most recent call last): File train.py, line 41, in <module> RuntimeError: {} [rank 3 of 8]"
-    for queries in (cures, [terminal.format(message) for message in cures]):
-        for query, place, cure in zip(queries, first_places(search, queries), cures.values(), strict=True):
-            assert place == cure, query
+            sections[message] = section
+    return sections
+
+
+TERMINAL = "Traceback (most recent call last): File train.py, line 41, in <module> RuntimeError: {} [rank 3 of 8]"
+
+
+@pytest.mark.parametrize("pasted", ["{}", TERMINAL], ids=["alone", "in a terminal"])
+def test_an_error_message_leads_to_the_section_that_cures_it(search, pasted):
+    sections = sections_by_message()
+    assert len(sections) > 20
+    queries = [pasted.format(message) for message in sections]
+    results_of_queries = search.evaluate(ANSWER, queries)
+    for query, results, section in zip(queries, results_of_queries, sections.values(), strict=True):
+        first = results[0]
+        assert f"{first['page']}#{first['anchor']}" == section, query
 
 
 # --- how it is used ---------------------------------------------------------------------------------------------------
 
 
 def type_query(page, query):
-    """Type a query into the dialog; return the results."""
+    """Open the search's dialog, type a query, and return its results as a locator of Playwright."""
     page.keyboard.press("Control+k")
     page.keyboard.type(query)
     page.locator(f'dialog [role=listbox][data-query="{query}"]').wait_for()
@@ -200,19 +229,24 @@ def test_search_works_from_the_keyboard(visit, book):
     page = visit(toc_files()[0], book.html.as_uri())
     dialog = page.locator("#pst-search-dialog")
     addresses = type_query(page, "gradient accumulation").evaluate_all("links => links.map(link => link.href)")
-    choices = [chosen(page)]
-    for key in ["ArrowUp", "ArrowDown", "ArrowDown", "ArrowUp"]:
-        page.keyboard.press(key)
-        choices.append(chosen(page))
-    assert choices == [addresses[position] for position in (0, 0, 1, 2, 1)]
+    assert chosen(page) == addresses[0]
+    page.keyboard.press("ArrowUp")  # above the first result there is none
+    assert chosen(page) == addresses[0]
+    page.keyboard.press("ArrowDown")
+    assert chosen(page) == addresses[1]
+    page.keyboard.press("ArrowDown")
+    assert chosen(page) == addresses[2]
+    page.keyboard.press("ArrowUp")
+    assert chosen(page) == addresses[1]
     page.keyboard.press("Enter")
     page.wait_for_url(addresses[1])
     wait_until_heading_is_seen(page)
 
     type_query(page, "gradient accumulation")
-    for _ in range(2):  # the first Escape may only clear the field
-        page.keyboard.press("Escape")
+    page.keyboard.press("Escape")  # this may only clear the field
+    page.keyboard.press("Escape")
     assert not dialog.is_visible()
+
     type_query(page, "optimizer fully_shard")  # its results are on the open page, which is not loaded again
     page.keyboard.press("Enter")
     dialog.wait_for(state="hidden")
@@ -220,14 +254,21 @@ def test_search_works_from_the_keyboard(visit, book):
 
 
 def test_search_loads_little_and_only_when_it_is_used(visit, book):
+    """A page itself loads search.js alone. The other files come when the reader begins to search."""
     page = visit(CHAPTERS[0])
     page.wait_for_load_state("networkidle")
-    requests = []
-    page.on("request", lambda request: requests.append(request.url))
+    files_loaded = set()
+
+    def note_file(request):
+        name = request.url.rpartition("/")[2]
+        if name != "favicon.svg":  # Chromium may fetch it at any time
+            files_loaded.add(name)
+
+    page.on("request", note_file)
     assert type_query(page, "how to run on 2 gpus").count() > MAX_RESULTS
-    loaded = {url.rpartition("/")[2] for url in requests} - {"favicon.svg"}  # which chromium may fetch at any time
-    assert loaded == {"minisearch.js", "search_engine.js", "search_entries.js"}
-    assert sum((book.html / "_static" / name).stat().st_size for name in [*loaded, "search.js"]) <= MAX_BYTES
+    assert files_loaded == {"minisearch.js", "search_engine.js", "search_entries.js"}
+    all_files = [book.html / "_static" / name for name in ["search.js", *files_loaded]]
+    assert sum(file.stat().st_size for file in all_files) <= MAX_BYTES
 
 
 def test_results_are_legible_and_named(visit):
@@ -239,8 +280,10 @@ def test_results_are_legible_and_named(visit):
         page.set_viewport_size(size)
         problems += seen_by_axe(page)
     assert not problems, "\n".join(problems)
-    wide = "lists => lists.filter(list => list.scrollWidth > list.clientWidth).length"
-    assert not page.locator(".search-list:visible").evaluate_all(wide)
+    number_that_scroll_sideways = page.locator(".search-list:visible").evaluate_all(
+        "lists => lists.filter(list => list.scrollWidth > list.clientWidth).length"
+    )
+    assert number_that_scroll_sideways == 0
 
 
 def test_a_bookmark_may_have_a_query(visit, book_url):

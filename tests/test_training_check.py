@@ -4,7 +4,6 @@ import ast
 import json
 import sys
 import time
-import traceback
 
 import cloudpickle
 import nbformat
@@ -47,40 +46,10 @@ FILE = ROOT / "helpers" / "training_check.py"
 # --- every mistake of the catalogue -----------------------------------------------------------------------------------
 
 
-def run_under_check(program, **arguments):
-    """In a rank: run a program of the catalogue under the check.
-
-    Returns {"kinds": the kinds of mistakes found, "errors": tracebacks of the program and of the check itself}.
-    """
-    silent_mistakes.GENERATOR.manual_seed(100 + dist.get_rank())
-    errors = []
-    with check_training(patience=10) as check:
-        try:
-            program(**arguments)
-        except Exception:
-            errors.append(traceback.format_exc())
-    kinds = {finding.kind for finding in check.findings}
-    return {"kinds": sorted(kinds), "errors": errors + check.observer.record.failures}
-
-
-def run_catalogue():
-    """In a rank: run all programs, one after the other.
-
-    Returns {(name of the program, "wrong", "repaired" or "correct"): what ``run_under_check`` returned}.
-    """
-    results = {}
-    for name, (_, program) in MISTAKES.items():
-        results[name, "wrong"] = run_under_check(program, wrong=True)
-        results[name, "repaired"] = run_under_check(program, wrong=False)
-    for name, program in CORRECT.items():
-        results[name, "correct"] = run_under_check(program)
-    return results
-
-
 @pytest.fixture(scope="module")
 def catalogue():
     """What ``run_catalogue`` returned on each of two ranks, as a list."""
-    return launch(run_catalogue, nproc=2, timeout=300)
+    return launch(silent_mistakes.run_catalogue, nproc=2, timeout=300)
 
 
 NO_FINDINGS = {"kinds": [], "errors": []}
@@ -93,15 +62,15 @@ class TestCatalogue:
     def test_a_mistake_is_found_on_all_ranks(self, program, catalogue):
         kind, _ = MISTAKES[program]
         expected = {"kinds": [kind], "errors": []}
-        assert [results[program, "wrong"] for results in catalogue] == [expected, expected]
+        assert [results[f"{program} wrong"] for results in catalogue] == [expected, expected]
 
     @pytest.mark.parametrize("program", MISTAKES)
     def test_a_repaired_mistake_is_not_reported(self, program, catalogue):
-        assert [results[program, "repaired"] for results in catalogue] == [NO_FINDINGS, NO_FINDINGS]
+        assert [results[f"{program} repaired"] for results in catalogue] == [NO_FINDINGS, NO_FINDINGS]
 
     @pytest.mark.parametrize("program", CORRECT)
     def test_a_correct_program_has_no_findings(self, program, catalogue):
-        assert [results[program, "correct"] for results in catalogue] == [NO_FINDINGS, NO_FINDINGS]
+        assert [results[f"{program} correct"] for results in catalogue] == [NO_FINDINGS, NO_FINDINGS]
 
 
 def test_each_kind_has_a_program_that_makes_the_mistake():
@@ -469,14 +438,15 @@ def section_on_mistakes(printed):
 def test_pretended_gpus_change_no_finding(tmp_path):
     """In a rehearsal, the programs of the catalogue have the same findings as on real devices."""
     done = rehearse_here(ROOT / "tests" / "support" / "rehearsal_silent.py", flags=[tmp_path], timeout=500)
-    expected = {}  # {the program, and how it ran: [kinds found, errors]}
+    expected = {}
     for name, (kind, _) in MISTAKES.items():
-        expected[f"{name} wrong"] = [[kind], []]
-        expected[f"{name} repaired"] = [[], []]
+        expected[f"{name} wrong"] = {"kinds": [kind], "errors": []}
+        expected[f"{name} repaired"] = NO_FINDINGS
     for name in CORRECT:
-        expected[f"{name} correct"] = [[], []]
+        expected[f"{name} correct"] = NO_FINDINGS
     for rank in range(2):
-        assert json.loads((tmp_path / f"found-{rank}.json").read_text()) == expected, done.stderr
+        results = json.loads((tmp_path / f"results-{rank}.json").read_text())
+        assert results == expected, done.stderr
 
 
 STEP = Step(optimizer=0, number=2, code_line=CodeLine("train.py", 3), learning_rates=(0.1,), settings=0, calls={})

@@ -1,8 +1,6 @@
 """Translations: their links and anchors are those of the English book, and a text that changes is noticed."""
 
-import os
 import re
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -11,7 +9,7 @@ import pytest
 import translate
 from babel.messages import Catalog
 from bs4 import BeautifulSoup
-from conftest import CHAPTERS, ROOT, build, toc_files
+from conftest import CHAPTERS, ROOT, build, copy_sources, toc_files
 
 CATALOGUES = sorted(translate.CATALOGUES.glob("*/LC_MESSAGES/**/*.po"))
 GERMAN_PAGE = "book/how_to_run"
@@ -49,12 +47,15 @@ def templates(tmp_path):
 @pytest.mark.parametrize("path", CATALOGUES, ids=lambda path: path.relative_to(translate.CATALOGUES).as_posix())
 def test_each_translation_has_the_links_terms_and_code_of_the_original(path):
     """A text that is missing or has changed is English on the page, so it breaks nothing."""
-    language, _, *page = path.relative_to(translate.CATALOGUES).with_suffix("").parts
-    assert "/".join(page) in toc_files()
-    texts = translate.texts_of(translate.read_catalogue(path, language))
-    assert any(message.string for message in texts)
-    for message in texts:
-        if message.string and not message.fuzzy:
+    # de/LC_MESSAGES/book/glossary
+    language, _, *parts_of_page = path.relative_to(translate.CATALOGUES).with_suffix("").parts
+    assert "/".join(parts_of_page) in toc_files()
+
+    messages = translate.texts_of(translate.read_catalogue(path, language))
+    assert any(message.string for message in messages), "nothing is translated"
+    for message in messages:
+        is_shown = message.string and not message.fuzzy  # a fuzzy one is of a text that has changed since
+        if is_shown:
             assert translate.targets_of(message.string) == translate.targets_of(message.id), message.id
 
 
@@ -86,19 +87,27 @@ def test_the_command_lists_what_a_translator_has_to_do(locale, templates, capsys
         "Numbers begin at 0.": "Die Nummern beginnen bei 0.",
     }
     translate.write_catalogue(catalogue(translations), path)
-    today = ["A rank is one process of the group.", *list(translations)[1:], "A world has many."]
-    translate.update_catalogues("de", templates(page, today), [])
+    texts_of_page = [
+        "A rank is one process of the group.",
+        "It has [a number](a.md).",
+        "Numbers begin at 0.",
+        "A world has many.",
+    ]
+
+    translate.update_catalogues("de", templates(page, texts_of_page), [])
+
     assert capsys.readouterr().out.splitlines()[:4] == [
         "locale/de/LC_MESSAGES/book/glossary.po: 1 of 4 texts are translated",
         "  changed: A rank is one process of the group.",
         "  other links, terms or code than the original: It has [a number](a.md).",
         "  missing: A world has many.",
     ]
-    changed = translate.read_catalogue(path, "de")[today[0]]
-    assert (changed.fuzzy, changed.string) == (True, "Ein Rank ist ein Prozess der Gruppe.")
+    changed = translate.read_catalogue(path, "de")["A rank is one process of the group."]
+    assert changed.fuzzy
+    assert changed.string == "Ein Rank ist ein Prozess der Gruppe."
 
     before = path.read_bytes()
-    translate.update_catalogues("de", templates(page, today), [])
+    translate.update_catalogues("de", templates(page, texts_of_page), [])
     assert path.read_bytes() == before  # or each run would leave something to commit
 
 
@@ -116,36 +125,38 @@ def test_it_asks_for_a_language():
 def german(book, tmp_path_factory):
     """The folder of the book's HTML, built in German without complaints."""
     folder = tmp_path_factory.mktemp("german") / "book"
-    for name in ["book", "notebooks"]:
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns(".*", "__pycache__", "*.mo"))
-    for name in ["_config.yml", "_toc.yml"]:
-        shutil.copy(ROOT / name, folder)
-    os.symlink(book.scripts, folder / "scripts")
-    os.symlink(ROOT / "helpers", folder / "helpers")  # a page shows functions of a file there
-    html, status, complaints = build(folder, BOOK_REPOSITORY_URL="", BOOK_LANGUAGE="de")
-    assert (status, complaints) == (0, "")
-    return html
+    copy_sources(folder)
+    (folder / "scripts").symlink_to(book.scripts)
+    done = build(folder, BOOK_REPOSITORY_URL="", BOOK_LANGUAGE="de")
+    assert done.status == 0
+    assert done.complaints == ""
+    return done.html
 
 
 def article(html, page):
-    """The content of a built page, as text of HTML."""
+    """The content of a page of the book that is built in the folder ``html``, as text of HTML."""
     text = (html / f"{page}.html").read_text(encoding="utf-8")
     start = text.index('<article class="bd-article"')
     return text[start : text.index("</article>", start)]
+
+
+def ids_in(article):
+    """The anchors of a page's content, in order."""
+    return re.findall(r'\bid="([^"]+)"', article)
+
+
+def addresses_in(article):
+    """The addresses to which a page's content links, each with how often it does."""
+    links = BeautifulSoup(article, "html.parser").find_all("a", href=True)
+    return Counter(link["href"] for link in links)
 
 
 @pytest.mark.daily
 @pytest.mark.timeout(1800)
 def test_links_and_anchors_hold_in_both_languages(book, german):
     for page in toc_files():
-        assert re.findall(r'\bid="([^"]+)"', article(german, page)) == re.findall(
-            r'\bid="([^"]+)"', article(book.html, page)
-        )
-    addresses = [
-        Counter(link["href"] for link in BeautifulSoup(article(html, GERMAN_PAGE), "html.parser")("a", href=True))
-        for html in (book.html, german)
-    ]
-    assert addresses[0] == addresses[1]
+        assert ids_in(article(german, page)) == ids_in(article(book.html, page)), page
+    assert addresses_in(article(german, GERMAN_PAGE)) == addresses_in(article(book.html, GERMAN_PAGE))
 
 
 @pytest.mark.daily
@@ -153,9 +164,12 @@ def test_links_and_anchors_hold_in_both_languages(book, german):
 def test_a_translated_page_is_german_and_the_others_are_english(german):
     html = (german / f"{GERMAN_PAGE}.html").read_text(encoding="utf-8")
     assert '<html lang="de"' in html
+
     page = BeautifulSoup(article(german, GERMAN_PAGE), "html.parser")
     assert page.select_one("h1").get_text().startswith("Das Buch ausführen")
     assert page.select_one("#what-is-installed h2").get_text().startswith("Was installiert wird")
-    assert "Start ranks from a cell" not in page.get_text()
-    assert "make lab" in page.get_text()
-    assert "A mistake and its error" in BeautifulSoup(article(german, CHAPTERS[0]), "html.parser").get_text()
+    assert "Start ranks from a cell" not in page.get_text(), "a heading of the English page"
+    assert "make lab" in page.get_text(), "a command, which is the same in both"
+
+    first_chapter = BeautifulSoup(article(german, CHAPTERS[0]), "html.parser")
+    assert "A mistake and its error" in first_chapter.get_text()

@@ -78,7 +78,10 @@ def test_a_record_is_read_as_it_was_written_and_a_damaged_file_is_refused(tmp_pa
 
 
 def notebook_of(*sources):
-    cells = [new_markdown_cell("# A page"), *map(new_code_cell, sources)]
+    """A notebook with a title, and a code cell for each of these sources."""
+    cells = [new_markdown_cell("# A page")]
+    for source in sources:
+        cells.append(new_code_cell(source))
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     return new_notebook(cells=cells, metadata=kernel)
 
@@ -91,11 +94,11 @@ def test_a_fingerprint_is_that_of_the_code_cells(tmp_path):
         return fingerprint(path)
 
     notebook = notebook_of("x = 1", "y = 2")
-    first = fingerprint_of(notebook)
+    before = fingerprint_of(notebook)
     notebook.cells[0].source = "# Other words"
     notebook.cells[1].execution_count = 7
-    assert fingerprint_of(notebook) == first
-    assert fingerprint_of(notebook_of("x = 1", "y = 3")) != first
+    assert fingerprint_of(notebook) == before
+    assert fingerprint_of(notebook_of("x = 1", "y = 3")) != before
 
 
 # --- what a test run records ------------------------------------------------------------------------------------------
@@ -117,7 +120,10 @@ TESTS_OF_INTRO = [*TESTS_OF_THE_BOOK, TEST_OF_A_PAGE.format(page="book/intro")]
 
 
 def recorded(project, passed, failed=()):
-    """{pages} and {scripts} that are recorded after these reports. A test fails in its teardown, after its call."""
+    """The names of the pages and scripts that are recorded after a run in which these tests passed and failed.
+
+    A failed test fails in its teardown, after its call has passed.
+    """
     verified = VerifiedRun(project)
     for name in [*passed, *failed]:
         verified.pytest_runtest_logreport(SimpleNamespace(nodeid=name, when="call", passed=True, failed=False))
@@ -125,25 +131,28 @@ def recorded(project, passed, failed=()):
         verified.pytest_runtest_logreport(SimpleNamespace(nodeid=name, when="teardown", passed=False, failed=True))
     verified.write(OLD)
     record = read_record(project / "notebooks" / FILE_NAME)
-    return set(record.pages), set(record.scripts)
+    return [*record.pages, *record.scripts]
 
 
 def test_a_page_is_recorded_if_all_of_its_cells_passed(project):
-    assert recorded(project, CELLS_OF_A[:1]) == (set(), set()), "a cell was left out"
-    assert recorded(project, CELLS_OF_A[:1], failed=CELLS_OF_A[1:]) == (set(), set())
+    first_cell, second_cell = CELLS_OF_A
+    assert recorded(project, passed=[first_cell]) == [], "a cell was left out"
+    assert recorded(project, passed=[first_cell], failed=[second_cell]) == []
     assert not (project / "notebooks" / FILE_NAME).exists(), "nothing passed, so nothing is written"
-    assert recorded(project, [*CELLS_OF_A, "notebooks/b.ipynb::Cell 0"]) == ({"notebooks/a"}, set())
+    only_a_is_complete = [first_cell, second_cell, "notebooks/b.ipynb::Cell 0"]
+    assert recorded(project, passed=only_a_is_complete) == ["notebooks/a"]
 
 
 def test_a_markdown_page_is_recorded_by_the_tests_of_the_built_book(project):
     for missing in TESTS_OF_INTRO:
-        passed = [name for name in TESTS_OF_INTRO if name != missing]
-        assert recorded(project, passed) == (set(), set())
-    assert recorded(project, TESTS_OF_INTRO) == ({"book/intro"}, set())
+        others = [name for name in TESTS_OF_INTRO if name != missing]
+        assert recorded(project, passed=others) == []
+    assert recorded(project, passed=TESTS_OF_INTRO) == ["book/intro"]
 
 
 def test_a_script_is_recorded_by_its_own_test(project):
-    assert recorded(project, [TEST_OF_A_SCRIPT.format(script="b")]) == (set(), {"b"})
+    """The script is that of the notebook b. Its cells were not run, so the page itself is not recorded."""
+    assert recorded(project, passed=[TEST_OF_A_SCRIPT.format(script="b")]) == ["b"]
 
 
 def test_the_tests_that_stand_for_markdown_pages_and_scripts_exist():
@@ -155,22 +164,24 @@ def test_the_tests_that_stand_for_markdown_pages_and_scripts_exist():
 def test_pytest_writes_the_file_where_it_is_asked(project):
     """With the root conftest.py, whose option it is, and with nbval's own names of cells."""
     (project / "pytest.ini").write_text("[pytest]\n")
-    (project / "notebooks" / "b.ipynb").write_text(
-        (project / "notebooks" / "a.ipynb").read_text().replace("x + 1", "x + None")
-    )
+    passing_notebook = project / "notebooks" / "a.ipynb"
+    failing_notebook = project / "notebooks" / "b.ipynb"
+    failing_notebook.write_text(passing_notebook.read_text().replace("x + 1", "x + None"))
     command = [sys.executable, "-m", "pytest", "--nbval", "--nbval-current-env", "-p", "no:cacheprovider"]
     command += ["-p", "conftest", "-n", "1", "--record-verified", "notebooks"]
     paths = f"{ROOT}:{ROOT / 'tests/support'}"
     environment = {**os.environ, "PYTHONPATH": paths, "PYTEST_ADDOPTS": ""}
 
     done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
+
     assert "1 failed, 3 passed" in done.stdout, done.stdout + done.stderr
     assert "1 pages and 0 scripts passed: recorded" in done.stdout
-    [(page, found)] = read_record(project / "notebooks" / FILE_NAME).pages.items()
-    assert (page, found.fingerprint) == ("notebooks/a", fingerprint(project / "notebooks" / "a.ipynb"))
-    [passed] = found.runs
-    assert re.fullmatch(r"\d+\.\d+\.\d+", passed.torch)
-    assert passed.python == f"{sys.version_info.major}.{sys.version_info.minor}"
+    pages = read_record(project / "notebooks" / FILE_NAME).pages
+    assert list(pages) == ["notebooks/a"]
+    assert pages["notebooks/a"].fingerprint == fingerprint(passing_notebook)
+    [run] = pages["notebooks/a"].runs
+    assert re.fullmatch(r"\d+\.\d+\.\d+", run.torch)
+    assert run.python == f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 # --- the line ---------------------------------------------------------------------------------------------------------
@@ -189,9 +200,13 @@ def test_the_line_says_when_and_on_what():
     changed = line([OLD], is_changed=True)
     assert changed.startswith("Last run on 28 November 2026 with PyTorch 2.13.0")
     assert changed.endswith("The page has changed since, and was not run again yet.")
+
     assert line([OLD], is_notebook=False).startswith("Last checked on 28 November 2026")
     assert line([OLD], is_changed=True, is_notebook=False).endswith("and was not checked again yet.")
-    assert line([]) == book_verified.sentence(None, "code", is_notebook=True) == "Not yet run in full."
+
+    assert line([]) == "Not yet run in full."
+    line_of_page_without_record = book_verified.sentence(None, "code", is_notebook=True)
+    assert line_of_page_without_record == "Not yet run in full."
 
 
 def source_of(page):
@@ -224,6 +239,7 @@ def test_each_page_and_its_markdown_end_with_the_line(book):
 
 
 def test_the_link_names_the_page():
-    link = BeautifulSoup(book_verified.issue_link("https://github.com/an-owner/a.name", "page"), "html.parser").a
+    html = book_verified.issue_link("https://github.com/an-owner/a.name", "page")
+    link = BeautifulSoup(html, "html.parser").a
     assert link["href"] == "https://github.com/an-owner/a.name/issues/new?title=page%3A+"
     assert link.text == "Ask a question or report a mistake"

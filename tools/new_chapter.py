@@ -16,7 +16,7 @@ from store_outputs import text_of
 ROOT = Path(__file__).parents[1]
 # The name of a chapter, such as 17_expert_parallelism.
 NAME = re.compile(r"(?P<number>\d\d)_(?P<topic>[a-z0-9]+(?:_[a-z0-9]+)*)")
-# The line of a chapter in _toc.yml, such as "      - file: notebooks/04b_ddp_in_real_projects".
+# The line of a chapter in _toc.yml, such as "      - file: notebooks/04b_topic".
 CHAPTER_IN_TOC = re.compile(r" *- file: notebooks/\d\d[a-z]?_\w+$")
 LEFT = """\
 {path} is a copy of the template, and _toc.yml lists it behind the last chapter. What is left to do:

@@ -23,25 +23,37 @@ def rehearse(script: Path, run: Rehearsal) -> bool:
     ``run`` says on how many GPUs of how many nodes, and with which flags. Returns whether both runs have the same
     result, but for the numbers that depend on how the script was started.
     """
-    flags = run.flags.split()
     start = time.monotonic()
-    options = ["--nodes", run.nodes, "--gpus", run.gpus, "--timeout", TIMEOUT]
     try:
-        rehearsed = result(script.parent, "-m", "helpers", "rehearse", script, *options, "--", *flags)
-        on_gloo = result(script.parent, script, *flags)
+        differences = differences_from_gloo(script, run)
     except Failed as failure:
         are_equal = False
         verdict = f"NO: {failure}"
     else:
-        differences = []
-        for difference in numbers(rehearsed, on_gloo, TOLERANCE):  # each begins with the key of a number
-            if not difference.startswith(KEYS_OF_THE_LAUNCH):
-                differences.append(difference)
         are_equal = not differences
-        verdict = "yes" if are_equal else "; ".join(["NO", *differences])
+        if are_equal:
+            verdict = "yes"
+        else:
+            verdict = "; ".join(["NO", *differences])
     seconds = time.monotonic() - start
     print(f"{script.stem:24} {run.nodes:5} x {run.gpus:2} {seconds:8.1f}  {verdict}", flush=True)
     return are_equal
+
+
+def differences_from_gloo(script: Path, run: Rehearsal) -> list[str]:
+    """Run a script on pretended GPUs and on one rank with gloo, and return how the two results differ, as texts.
+
+    Raises Failed if one of the two runs fails.
+    """
+    flags = run.flags.split()
+    options = ["--nodes", run.nodes, "--gpus", run.gpus, "--timeout", TIMEOUT]
+    on_pretended_gpus = result(script.parent, "-m", "helpers", "rehearse", script, *options, "--", *flags)
+    on_gloo = result(script.parent, script, *flags)
+    differences = []
+    for difference in numbers(on_pretended_gpus, on_gloo, TOLERANCE):  # each begins with the key of a number
+        if not difference.startswith(KEYS_OF_THE_LAUNCH):
+            differences.append(difference)
+    return differences
 
 
 def main() -> int:

@@ -238,7 +238,8 @@ class Trainers:
     MOST_STEPS = 8  # in a start, after which a kill may come in training
     FLAGS = ["--max-steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--log-every", "1", "--backend", "gloo"]
     FLAGS += ["--width", "512", "--ema", "0.9", "--val-every", "10", "--keep-best", "--resume"]
-    TOLERANCE = 1e-5  # of a weight; they are about 0.1
+    TOLERANCE = 1e-5  # by which a weight may differ; weights are about 0.1
+    TOLERANCE_OF_LOSS = 2e-3  # the share of a loss by which it may differ, because it is printed with a few digits
     LONGEST_WRITE = 0.01  # seconds after the begin of a write in which a kill may come
 
     def __init__(self, agent: Agent, script: Path, scratch: Path, luck: random.Random) -> None:
@@ -253,39 +254,54 @@ class Trainers:
         self.kills_by_way: Counter[str] = Counter()
         self.kills_in_a_write = 0
         self.largest_difference = 0.0
-        self.undisturbed = {}  # by flag
-        self.losses = {}
-        for flag in self.WAYS["either"]:
-            folder = scratch / f"undisturbed{flag}"
-            begin = time.monotonic()
-            self.start(2, folder, flag)
-            agent.wait_for(lambda: agent.printed("step 1:"))
-            self.start_up_seconds = time.monotonic() - begin
-            if agent.end() != 0:
-                raise Failure("the undisturbed job ended with an error")
-            self.seconds_of_step = (time.monotonic() - begin - self.start_up_seconds) / self.STEPS
-            self.losses[flag] = self.printed_losses()
-            self.undisturbed[flag] = self.result_in(folder)
-        self.compare(self.undisturbed["--no-shard"], self.undisturbed["--shard"], bitwise=False)
+
+        ddp_tensors = self.run_undisturbed("--no-shard", scratch / "undisturbed-ddp")
+        self.expected_losses = self.printed_losses()
+        fsdp_tensors = self.run_undisturbed("--shard", scratch / "undisturbed-fsdp")
+        self.compare(ddp_tensors, fsdp_tensors, bitwise=False)
+        # {flag of a start: what the files of the undisturbed job with this flag have}
+        self.expected_tensors = {"--no-shard": ddp_tensors, "--shard": fsdp_tensors}
+
+    def run_undisturbed(self, flag: str, folder: Path) -> dict[str, torch.Tensor]:
+        """Run the job on 2 ranks without a kill, note how long its start and a step take, and return its result."""
+        agent = self.agent
+        begin = time.monotonic()
+        self.start(2, folder, flag)
+        agent.wait_for(lambda: agent.printed("step 1:"))
+        begin_of_training = time.monotonic()
+        if agent.end() != 0:
+            raise Failure("the undisturbed job ended with an error")
+        end = time.monotonic()
+        self.start_up_seconds = begin_of_training - begin
+        self.seconds_of_step = (end - begin_of_training) / self.STEPS
+        return self.result_in(folder)
 
     def start(self, nproc: int, folder: Path, *flags: str) -> None:
         """Start the job on so many ranks. It goes on from the newest checkpoint in ``folder``."""
         self.agent.start(self.script, nproc, *self.FLAGS, "--checkpoint-dir", str(folder), *flags)
 
     def printed_losses(self) -> dict[int, float]:
-        """{step: loss} of the latest start."""
-        text = "\n".join(self.agent.lines)
-        return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+): loss ([^,\s]+)", text, re.MULTILINE)}
+        """{step: loss} of the latest start, from the lines that it has printed, such as "step 12: loss 0.345, …"."""
+        losses = {}
+        for line in list(self.agent.lines):  # a copy, because a thread adds lines meanwhile
+            printed = re.match(r"step (\d+): loss ([^,\s]+)", line)
+            if printed is not None:
+                losses[int(printed[1])] = float(printed[2])
+        return losses
 
     def result_in(self, folder: Path) -> dict[str, torch.Tensor]:
-        """{name: tensor} of a job that has ended: its last checkpoint, its best weights and its last weights."""
+        """{name: tensor} of a job that has ended: its last checkpoint, its best weights and its last weights.
+
+        A name has the file and the tensor's place in it, such as "weights.pt['net.0.weight']". The best loss counts as
+        a tensor, too.
+        """
         tensors = {}
-        for name in (f"step_{self.STEPS:08}.pt", "best.pt", "weights.pt"):
-            leaves = torch.utils._pytree.tree_leaves_with_path(torch.load(folder / name, weights_only=True))
-            for path, leaf in leaves:
-                key = torch.utils._pytree.keystr(path)
-                if isinstance(leaf, torch.Tensor) or "best_loss" in key:
-                    tensors[name + key] = torch.as_tensor(leaf)
+        for file in (f"step_{self.STEPS:08}.pt", "best.pt", "weights.pt"):
+            contents = torch.load(folder / file, weights_only=True)
+            for path, leaf in torch.utils._pytree.tree_leaves_with_path(contents):
+                place = torch.utils._pytree.keystr(path)
+                if isinstance(leaf, torch.Tensor) or "best_loss" in place:
+                    tensors[file + place] = torch.as_tensor(leaf)
         return tensors
 
     def compare(self, one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], bitwise: bool) -> None:
@@ -295,9 +311,11 @@ class Trainers:
         for name, tensor in one.items():
             if torch.equal(tensor, other[name]):
                 continue
-            difference = (tensor.double() - other[name].double()).abs().max().item()
+            differences = (tensor.double() - other[name].double()).abs()
+            difference = differences.max().item()
             self.largest_difference = max(self.largest_difference, difference)
-            if bitwise or not difference < self.TOLERANCE:
+            is_within_tolerance = difference < self.TOLERANCE  # False also for NaN
+            if bitwise or not is_within_tolerance:
                 raise Failure(f"{name} differs by {difference:.1e}")
 
     def run_and_kill(self, folder: Path, max_kills: int) -> int:
@@ -312,9 +330,11 @@ class Trainers:
         kept_losses: dict[int, float] = {}
         kills = 0
         while True:
-            nproc = 2
-            if not has_fixed_ranks:
-                [nproc] = self.luck.choices([1, 2, 3, 4], weights=[4, 4, 2, 2])  # each rank takes processor time
+            if has_fixed_ranks:
+                nproc = 2
+            else:
+                # Each rank takes processor time, so many ranks are drawn seldom.
+                [nproc] = self.luck.choices([1, 2, 3, 4], weights=[4, 4, 2, 2])
             flag = self.luck.choice(self.WAYS[way])
             num_workers = "0"
             if self.luck.random() < 0.1:
@@ -341,20 +361,24 @@ class Trainers:
                 raise Failure(f"it ended by itself with status {status}")
 
         self.check_losses(kept_losses)
-        bitwise = has_fixed_ranks and way != "either"
-        self.compare(self.result_in(folder), self.undisturbed[flag], bitwise)
+        is_bitwise = has_fixed_ranks and way != "either"
+        self.compare(self.result_in(folder), self.expected_tensors[flag], is_bitwise)
         self.check_names(folder, trained=bool(self.printed_losses()))
+        self.print_summary(way, has_fixed_ranks, background, kills, is_bitwise)
+        shutil.rmtree(folder)
+        return kills
+
+    def print_summary(self, way: str, has_fixed_ranks: bool, background: str, kills: int, is_bitwise: bool) -> None:
+        """Print how a job was started, how often its ranks were killed, and what is known of all jobs so far."""
         ranks = "1 to 4 ranks"
         if has_fixed_ranks:
             ranks = "2 ranks"
         how_equal = "equal"
-        if bitwise:
+        if is_bitwise:
             how_equal = "equal in each bit"
         print(f"{way} on {ranks}, {background}: {kills} kills, {how_equal}")
         counts = ", ".join(f"{way}: {count}" for way, count in sorted(self.kills_by_way.items()))
         print(f"  {counts}; {self.kills_in_a_write} in a write; differences up to {self.largest_difference:.1e}")
-        shutil.rmtree(folder)
-        return kills
 
     def kill(self, folder: Path) -> bool:
         """Kill ranks at a random moment; return False if the job ended before that moment.
@@ -364,30 +388,32 @@ class Trainers:
         """
         agent = self.agent
         moment = self.luck.choice(["starting", "training", "writing"])
-        seconds = self.luck.uniform(0, self.seconds_of_step)
         if moment == "starting":
             agent.wait_for(agent.ranks, step=0.01)
-            seconds = self.luck.uniform(0, self.start_up_seconds)
+            longest_wait = self.start_up_seconds
         elif moment == "training":
             steps = self.luck.randint(1, self.MOST_STEPS)
             has_trained = agent.wait_for(lambda: len(self.printed_losses()) >= steps, step=0.005)
             if not has_trained:
                 return False
+            longest_wait = self.seconds_of_step
         else:
-            seconds = self.luck.choice([0.0, self.luck.uniform(0, self.LONGEST_WRITE)])
             number_of_write = self.luck.choice([1, 2])
             for _ in range(number_of_write):
                 agent.wait_for(lambda: not is_writing(folder), step=0.001)
                 has_begun_to_write = agent.wait_for(lambda: is_writing(folder), step=0.001)
                 if not has_begun_to_write:
                     return False
-        time.sleep(seconds)
+            longest_wait = self.luck.choice([0.0, self.LONGEST_WRITE])
+        time.sleep(self.luck.uniform(0, longest_wait))
 
         ranks = agent.ranks()
         has_ended = len(ranks) == 0 or agent.printed("result")
         if has_ended:
             return False
-        victims = self.luck.choice([ranks[:1], [self.luck.choice(ranks)], ranks])
+        rank_0 = ranks[0]
+        any_rank = self.luck.choice(ranks)
+        victims = self.luck.choice([[rank_0], [any_rank], ranks])
         if is_writing(folder):
             self.kills_in_a_write += 1
         for rank in victims:
@@ -409,12 +435,12 @@ class Trainers:
 
     def check_losses(self, kept_losses: dict[int, float]) -> None:
         """Raise Failure unless each step was kept once, with the undisturbed job's loss but for its last digit."""
-        expected = self.losses["--no-shard"]
-        if sorted(kept_losses) != sorted(expected):
+        if sorted(kept_losses) != sorted(self.expected_losses):
             raise Failure(f"the steps that it kept are {sorted(kept_losses)}")
         for step, loss in kept_losses.items():
-            if abs(loss - expected[step]) > 2e-3 * expected[step]:
-                raise Failure(f"step {step} printed the loss {loss}, not {expected[step]}")
+            expected = self.expected_losses[step]
+            if abs(loss - expected) > self.TOLERANCE_OF_LOSS * expected:
+                raise Failure(f"step {step} printed the loss {loss}, not {expected}")
 
     def check_names(self, folder: Path, trained: bool) -> None:
         """Raise Failure unless the folder of a job that has ended holds what it should, and nothing else."""
@@ -522,14 +548,14 @@ class Restarts:
         A kill during the last save may leave files that no later save removes, because the job that was then started
         again found all its steps done. After such a start these files are allowed.
         """
-        allowed = r"step_.*"
+        allowed = [r"step_.*"]  # step_00000480.pt
         last_start_had_no_steps_to_do = self.agent.printed(f"going on from step {self.STEPS},")
         if last_start_had_no_steps_to_do:
-            half_written = rf"\.step_{self.STEPS:08}\.pt\.part"
-            saved_in_an_emergency = r"emergency_node\d+\.pt"
-            allowed += f"|{half_written}|{saved_in_an_emergency}"
+            allowed.append(rf"\.step_{self.STEPS:08}\.pt\.part")  # .step_00000480.pt.part, which is half written
+            allowed.append(r"emergency_node\d+\.pt")  # emergency_node0.pt
+        any_allowed = "|".join(allowed)
         names = [path.name for path in folder.iterdir()]
-        forbidden = [name for name in names if not re.fullmatch(allowed, name)]
+        forbidden = [name for name in names if not re.fullmatch(any_allowed, name)]
         if forbidden:
             raise Failure(f"its folder holds {forbidden}")
 
@@ -622,9 +648,8 @@ class Meshes:
     SAVE_EVERY = 2
     FLAGS = ["--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--log-every", "1", "--backend", "gloo"]
     FLAGS += ["--width", "16", "--layers", "2", "--batch-size", "32", "--warmup", "4"]
-    # {a phase in which the job is killed: how long after its begin at most, as a share of the seconds between two
-    # saves}. A write and a commit are short, so the kill has to come soon after they begin.
-    LATEST_KILL = {Phase.TRAINING: 1.0, Phase.WRITING: 0.2, Phase.COMMITTING: 0.02}
+    # How long a phase lasts, as a share of the seconds between two saves: a kill comes so long after its begin at most.
+    LENGTH_OF_PHASE = {Phase.TRAINING: 1.0, Phase.WRITING: 0.2, Phase.COMMITTING: 0.02}
 
     def __init__(self, agent: Agent, script: Path, scratch: Path, luck: random.Random) -> None:
         """Run the job once without a kill, on one rank, to know what its steps print and the seconds between saves.
@@ -676,8 +701,9 @@ class Meshes:
         A phase is training, writing a checkpoint, or committing one. ``folder`` has the job's checkpoints.
         """
         agent = self.agent
-        phase = self.luck.choice(list(self.LATEST_KILL))
-        seconds_after_its_begin = self.luck.uniform(0, self.LATEST_KILL[phase] * self.seconds_between_saves)
+        phase = self.luck.choice(list(Phase))
+        length_of_phase = self.LENGTH_OF_PHASE[phase] * self.seconds_between_saves
+        seconds_after_its_begin = self.luck.uniform(0, length_of_phase)
 
         trains = agent.wait_for(lambda: agent.printed("starting anew") or agent.printed("going on"))
         if not trains:
@@ -765,9 +791,9 @@ class Meshes:
         save removed the oldest of four checkpoints, and no later save could remove it.
         """
         names = sorted(path.name for path in folder.iterdir())
-        last_steps = [self.STEPS - saves_before * self.SAVE_EVERY for saves_before in (3, 2, 1, 0)]
-        last_four = [f"step_{step:08}" for step in last_steps]
-        last_three = last_four[1:]
+        all_checkpoints = [f"step_{step:08}" for step in range(self.SAVE_EVERY, self.STEPS + 1, self.SAVE_EVERY)]
+        last_four = all_checkpoints[-4:]
+        last_three = all_checkpoints[-3:]
         if names == last_three:
             return
         if names == last_four and not trained:
@@ -783,7 +809,7 @@ def newest_checkpoint(folder: Path) -> int:
 
 
 def kill_many(
-    kind: type[Trainers] | type[Restarts] | type[Meshes],
+    job_class: type[Trainers] | type[Restarts] | type[Meshes],
     kills: int,
     seed: int,
     agent: Agent,
@@ -792,15 +818,15 @@ def kill_many(
 ) -> int:
     """Run jobs of a chapter until ``kills`` ranks have been killed in all, and compare each with one without a kill.
 
-    ``kind`` is the class of the chapter's jobs, and ``script`` is the chapter's. ``agent`` is torchrun's agent, which
-    starts the ranks, and ``scratch`` is a folder for the jobs' files. Prints a line for each job. Returns 1 if a job
-    fails, or 0.
+    ``job_class`` is the class of the chapter's jobs, and ``script`` is the chapter's. ``agent`` is torchrun's agent,
+    which starts the ranks, and ``scratch`` is a folder for the jobs' files. Prints a line for each job. Returns 1 if a
+    job fails, or 0.
     """
-    print(f"seed {seed}: python tools/soak.py --chapter {kind.CHAPTER} --kills {kills} --seed {seed}", flush=True)
+    print(f"seed {seed}: python tools/soak.py --chapter {job_class.CHAPTER} --kills {kills} --seed {seed}", flush=True)
     killed = 0
     number = 0
     try:
-        job = kind(agent, script, scratch, random.Random(seed))  # it runs once without a kill, to compare with
+        job = job_class(agent, script, scratch, random.Random(seed))  # it runs once without a kill, to compare with
         while killed < kills:
             number += 1
             killed += job.run_and_kill(scratch / f"job{number}", max_kills=kills - killed)
@@ -823,37 +849,56 @@ def run_many(script: Path, nproc: int, runs: int, scratch: Path) -> int:
     bad = 0
     start = time.monotonic()
     for _ in range(runs):
-        status, out, errors, left = torchrun(script, nproc, stand_alone(scratch), timeout=LONGEST_WAIT)
-        if status != 0 or left:
+        status, out, errors, processes_left = torchrun(script, nproc, stand_alone(scratch), timeout=LONGEST_WAIT)
+        if status != 0 or processes_left:
             bad += 1
-            print(f"status {status}, processes left: {left}", out, errors, sep="\n", flush=True)
-    seconds = (time.monotonic() - start) / runs
-    print(f"{script.stem}, {nproc} ranks: {bad} of {runs} runs ended badly ({seconds:.1f} s each)", flush=True)
+            print(f"status {status}, processes left: {processes_left}", out, errors, sep="\n", flush=True)
+    seconds_of_a_run = (time.monotonic() - start) / runs
+    print(f"{script.stem}, {nproc} ranks: {bad} of {runs} runs ended badly ({seconds_of_a_run:.1f} s each)", flush=True)
     return bad
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Carry out the command line, or ``arguments`` in its place; return how many runs or jobs went wrong."""
-    kinds = {kind.CHAPTER: kind for kind in (Trainers, Restarts, Meshes)}
+# {number of a chapter: the class of its jobs}
+JOBS: dict[str, type[Trainers] | type[Restarts] | type[Meshes]] = {
+    Trainers.CHAPTER: Trainers,
+    Restarts.CHAPTER: Restarts,
+    Meshes.CHAPTER: Meshes,
+}
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """Read the flags of the command line, or of ``arguments`` in its place. Ends the program if they are wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chapter", default="04", help="a chapter's number or name, or a notebook's path (04)")
     parser.add_argument("--runs", type=int, default=40, help="how often, on each number of ranks (40)")
     parser.add_argument("--kills", type=int, help="kill so many ranks instead; of chapter 11, 13 or 16")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of moments, ranks and meshes")
     args = parser.parse_args(arguments)
-    if args.kills and args.chapter not in kinds:
-        parser.error(f"ranks are killed of chapters {' and '.join(kinds)}, not of {args.chapter}")
+    if args.kills and args.chapter not in JOBS:
+        parser.error(f"ranks are killed of chapters {' and '.join(JOBS)}, not of {args.chapter}")
+    return args
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Carry out the command line, or ``arguments`` in its place; return how many runs or jobs went wrong."""
+    args = parse_arguments(arguments)
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         script = chapters.export_script(args.chapter, scratch / "script")
         if args.kills:
             with contextlib.closing(Agent(scratch)) as agent:
-                return kill_many(kinds[args.chapter], args.kills, args.seed, agent, script, scratch)
+                return kill_many(JOBS[args.chapter], args.kills, args.seed, agent, script, scratch)
         bad_runs_on_2_ranks = run_many(script, 2, args.runs, scratch)
         bad_runs_on_4_ranks = run_many(script, 4, args.runs, scratch)
         return bad_runs_on_2_ranks + bad_runs_on_4_ranks
 
 
+def exit_on_sigterm(*_: object) -> None:
+    """End the program by an exception, so that it removes its files and ends its processes. 143 is SIGTERM's status."""
+    sys.exit(143)
+
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that SIGTERM also cleans up
-    sys.exit(1 if main() else 0)
+    signal.signal(signal.SIGTERM, exit_on_sigterm)
+    failures = main()
+    sys.exit(1 if failures else 0)

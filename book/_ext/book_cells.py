@@ -36,7 +36,7 @@ def has_tag(cell: nodes.Element, tag: str) -> bool:
 def title_of(cell: nodes.Element, box: nodes.Element, solution_number: int) -> str:
     """The title of ``box``, one of the closed boxes of a cell on the page.
 
-    A solution's has a number, ``solution_number``; for other cells it is not used.
+    If the cell solves an exercise, the title has the number ``solution_number``. For other cells it is not used.
     """
     tags = [name.removeprefix("tag_") for name in cell["classes"]]
     hides_output = "above-input" not in box["classes"]  # myst-nb's class of a box that has code
@@ -79,7 +79,10 @@ def title_of_definitions(source: str) -> str | None:
 
 
 def title_of_code(source: str) -> str:
-    """What a source has: definitions, or else checks or not. It may begin with a magic, such as ``%%ranks``."""
+    """The title of a box with this code: the names of what it defines, or else whether it has checks.
+
+    The code may begin with a magic, such as ``%%ranks``, so it cannot be parsed as Python.
+    """
     title = title_of_definitions(source)
     if title is not None:
         return title
@@ -89,7 +92,10 @@ def title_of_code(source: str) -> str:
 
 
 def title_of_end(source: str) -> str:
-    """What the end of a cell has, whose beginning is shown: definitions, or else checks, or a rest that is too long."""
+    """The title of a box with the last lines of a cell, whose first lines are shown.
+
+    The lines define something, or are checks, or are only the rest of a cell that is too long for a screen.
+    """
     title = title_of_definitions(source)
     if title is not None:
         return title
@@ -180,7 +186,7 @@ def start_of_checks(statements: Sequence[ast.stmt]) -> int:
 
 
 def end_of(statement: ast.stmt) -> int:
-    """The number of a statement's last line, from 1. It is known of each statement that was parsed."""
+    """The number of a statement's last line, from 1. A statement that was parsed has one."""
     assert statement.end_lineno is not None
     return statement.end_lineno
 
@@ -236,7 +242,10 @@ class ShowCells(SphinxPostTransform):
 
 
 def give_titles(cell: nodes.Element, solution_number: int) -> None:
-    """Give each closed box of a cell its title, the same for its two states. A solution's title has this number."""
+    """Give each closed box of a cell its title, which is the same when the box is open.
+
+    The title of a solution has the number ``solution_number``.
+    """
     for child in cell.children:
         if isinstance(child, HideCodeCellNode):
             title = title_of(cell, child, solution_number)

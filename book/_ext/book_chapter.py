@@ -8,7 +8,7 @@ from sphinx.errors import ExtensionError
 
 
 def root_of(page: Path) -> Path:
-    """The folder of the project, given a page's file: a page is in one of its folders, ``book`` or ``notebooks``."""
+    """The folder of the project, given the file of a page, which is in the project's ``book`` or ``notebooks``."""
     return page.parent.parent
 
 

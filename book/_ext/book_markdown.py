@@ -28,22 +28,26 @@ from sphinx.application import Sphinx
 from helpers.planner import form
 
 PROMISE = "Learn distributed PyTorch on your laptop. Each claim is a cell that fails if the claim is false."
+
+# What MyST has and Markdown has not. The first is a block: from ":::{admonition} On GPUs" to the ":::" that ends it.
 DIRECTIVE = re.compile(
     r"^(?P<fence>:{3,}|`{3,})\{(?P<name>[\w-]+)\} *(?P<argument>[^\n]*)\n(?P<body>.*?)^(?P=fence)$",
     flags=re.M | re.S,
 )
-OPTION = re.compile(r":(?P<name>[\w-]+): *(?P<value>.*)")
-ROLE = re.compile(r"\{(?P<name>term|cite|download|minutes)\}`(?P<text>[^`]+)`")
-WITH_TARGET = re.compile(r"(?P<text>.*?) *<(?P<target>.*)>", flags=re.S)
-ATTRIBUTES = re.compile(r"^\{\.[\w-]+\}\n", flags=re.M)
-LINK_TO_NOTEBOOK = re.compile(r"(\]\((?!https?:)[^)\s]*)\.ipynb")
+OPTION = re.compile(r":(?P<name>[\w-]+): *(?P<value>.*)")  # in a directive: ":class: note"
+ROLE = re.compile(r"\{(?P<name>term|cite|download|minutes)\}`(?P<text>[^`]+)`")  # {term}`rank`
+WITH_TARGET = re.compile(r"(?P<text>.*?) *<(?P<target>.*)>", flags=re.S)  # in a role: "ranks <Rank>"
+ATTRIBUTES = re.compile(r"^\{\.[\w-]+\}\n", flags=re.M)  # "{.doors}"
+
+LINK_TO_NOTEBOOK = re.compile(r"(\]\((?!https?:)[^)\s]*)\.ipynb")  # "](04_ddp.ipynb", of a link inside the book
+# In the HTML of a figure:
 CAPTION = re.compile(r"<figcaption>(.*?)</figcaption>", flags=re.S)
-LABEL = re.compile(r'aria-label="([^"]*)"')
+LABEL = re.compile(r'aria-label="([^"]*)"')  # what the figure shows, in words
 
 
 @dataclass(frozen=True)
 class Directive:
-    """A block of MyST, which begins ``:::{name} argument``. Its name says which function shows it: see DIRECTIVES."""
+    """A block of MyST, which begins with ``:::{name} argument``. The table DIRECTIVES has a function for each name."""
 
     argument: str  # what follows its name: a title, a file's name, or nothing
     options: dict[str, str]  # {"class": "note"} of the line ``:class: note``
@@ -419,7 +423,8 @@ def references(directive: Directive) -> str:
     lines = []
     for work in bibliography(directive.source).entries.values():
         authors = ", ".join(str(person) for person in work.persons.get("author", []))
-        lines.append(f"* {authors} ({work.fields.get('year', 'no year')}). {title_with_link(work)}.")
+        year = work.fields.get("year", "no year")
+        lines.append(f"* {authors} ({year}). {title_with_link(work)}.")
     return "\n".join(lines)
 
 

@@ -64,7 +64,7 @@ def fetch(store: Path) -> None:
         folder = Path(temporary)
         command = [npm, "pack", f"pyodide@{VERSION}", "--silent"]
         subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=300)
-        archive_file = next(folder.glob("*.tgz"))
+        [archive_file] = folder.glob("*.tgz")
         if hashlib.sha256(archive_file.read_bytes()).hexdigest() != SHA256:
             raise OSError(f"{archive_file.name} is not the file that was tried")
         with tarfile.open(archive_file) as archive:

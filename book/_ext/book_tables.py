@@ -9,6 +9,7 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
+# A table of a page, with its parts: <table class="table">…</thead> … </table>
 TABLE = re.compile(r'<table class="(?P<classes>[^"]*)"(?P<head>.*?</thead>)(?P<rows>.*?)</table>', flags=re.S)
 HEADING = re.compile(r"<th\b[^>]*>(.*?)</th>", flags=re.S)
 ROW = re.compile(r"<tr.*?</tr>", flags=re.S)

@@ -75,7 +75,8 @@ class Frame:
 
     at: list[int]  # the number of the line, from 0, at which each rank is
     says: str = ""  # the sentence below the picture
-    mood: str = ""  # "", "meet", "mixed"; in the last frame an Ending
+    # "meet" if a collective takes place, "mixed" if the ranks give it different tensors; in the last frame an Ending
+    mood: str = ""
 
 
 @dataclass

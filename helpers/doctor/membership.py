@@ -187,12 +187,14 @@ class Membership:
         self.store = store
         self.rank = rank
         self.timeout = timeout
-        self.members = list(range(world_size))
+        # What is known of all ranks.
+        self.members = list(range(world_size))  # those that still answer
         self.lost: dict[int, str] = {}  # {rank: the step at which it stopped answering}
         self.errors: dict[str, dict[int, str]] = {}  # {step: {rank: what it raised}}
-        self.backend = "gloo"  # "" where no process group can be started
-        self.device = torch.device("cpu")
-        self.groups_started = 0
+        # The process group that is examined.
+        self.backend = "gloo"  # "" if no process group can be started
+        self.device = torch.device("cpu")  # of its tensors
+        self.groups_started = 0  # how many have been started so far
 
     def wait_for(self, keys: list[str], seconds: float) -> bool:
         """Wait at most so many seconds for keys of the store, and return whether all of them are there."""

@@ -161,8 +161,8 @@ class DataOfRanks:
         """``numbers``: how many float32 numbers each rank has, rounded up to a multiple of the number of ranks."""
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        length_of_part = math.ceil(numbers / self.world_size)
-        self.pattern = torch.arange(self.world_size * length_of_part, device=device) % 7 + 1.0
+        self.length_of_part = math.ceil(numbers / self.world_size)
+        self.pattern = torch.arange(self.world_size * self.length_of_part, device=device) % 7 + 1.0
 
     def of_rank(self, rank: int) -> torch.Tensor:
         """All data of a rank, in a tensor of their own."""
@@ -170,7 +170,9 @@ class DataOfRanks:
 
     def part_of_rank(self, rank: int, part: int) -> torch.Tensor:
         """One part of a rank's data, in a tensor of its own."""
-        return self.parts_of(self.pattern)[part] * (rank + 1)
+        start = part * self.length_of_part
+        pattern_of_part = self.pattern[start : start + self.length_of_part]
+        return pattern_of_part * (rank + 1)
 
     def sum_of_ranks(self) -> torch.Tensor:
         """The sum of all ranks' data."""

@@ -25,12 +25,15 @@ class TorchrunExporter(Exporter):
         Exits with one line for a notebook that has no script.
         """
         resources = self._init_resources(resources)  # and no preprocessors: one of them executes notebooks
-        about_the_notebook = resources["metadata"]
-        name = script_name(nb, about_the_notebook.get("name") or "notebook")
-        resources["unique_key"] = name  # which nbconvert takes for the file's name
-        # nbconvert names the notebook's folder, unless it reads the notebook from standard input.
-        path = Path(about_the_notebook.get("path") or ".", f"{about_the_notebook.get('name')}.ipynb")
+        # nbconvert says how the notebook is called and in which folder it is. If it reads the notebook from standard
+        # input, it says nothing.
+        metadata = resources["metadata"]
+        notebook_name = metadata.get("name") or "notebook"
+        folder = metadata.get("path") or "."
+        name = script_name(nb, notebook_name)
+        resources["unique_key"] = name  # the name of the file that nbconvert writes
+        versions = tested_with(Path(folder, f"{notebook_name}.ipynb"))
         try:
-            return script_from_notebook(nb, name, tested_with(path)), resources
+            return script_from_notebook(nb, name, versions), resources
         except ExportError as error:  # nbconvert would show its traceback
             sys.exit(f"error: {error}")

@@ -22,10 +22,19 @@ RELATIONS = {
     ">=": operator.ge,
     ">": operator.gt,
 }
-CONDITION = re.compile(r"(?P<relation><=|>=|==|<|>) (?P<bound>[-+.\w]+)")
-HELPERS = Path(__file__).resolve().parents[1]
-# An installed package holds the notebooks; in a copy of the repository they are beside it.
-NOTEBOOKS = HELPERS / "chapters" if (HELPERS / "chapters").is_dir() else HELPERS.parent / "notebooks"
+CONDITION = re.compile(r"(?P<relation><=|>=|==|<|>) (?P<bound>[-+.\w]+)")  # "> 0.95" or "== steps"
+
+
+def folder_of_notebooks() -> Path:
+    """The folder of the chapters: in the package if it is installed, and beside it in a copy of the repository."""
+    package = Path(__file__).resolve().parents[1]
+    in_package = package / "chapters"
+    if in_package.is_dir():
+        return in_package
+    return package.parent / "notebooks"
+
+
+NOTEBOOKS = folder_of_notebooks()
 
 
 @dataclass(frozen=True)

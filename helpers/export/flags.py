@@ -67,7 +67,7 @@ def read_flag(statement: Statement) -> tuple[str, Flag]:
 
     Raises ValueError, KeyError or SyntaxError for a statement that is no parameter.
     """
-    [node] = ast.parse(statement.code).body  # whose columns count from the line's beginning
+    [node] = ast.parse(statement.code).body  # statement.node has the columns of the cell
     if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name) or node.value is None:
         raise ValueError
     name = node.target.id
@@ -79,10 +79,18 @@ def read_flag(statement: Statement) -> tuple[str, Flag]:
         default=str(ast.get_source_segment(statement.code, node.value)),
         default_kind=type(ast.literal_eval(node.value)),
         help=help_of(statement, node, name),
-        # A comment above the parameter is the heading of a group of flags.
-        heading=" ".join(re.findall(r"^# *(.+?)\.?$", statement.above, re.MULTILINE)),
+        heading=heading_above(statement),
     )
     return name, flag
+
+
+def heading_above(statement: Statement) -> str:
+    """The heading of the group of flags that a parameter begins, from the comment above it; "" without a comment.
+
+    ``# The model.`` gives "The model". The texts of several lines are joined.
+    """
+    lines = re.findall(r"^# *(.+?)\.?$", statement.above, re.MULTILINE)
+    return " ".join(lines)
 
 
 def read_annotation(text: str) -> Annotation:
@@ -90,7 +98,7 @@ def read_annotation(text: str) -> Annotation:
 
     Raises KeyError or ValueError for another one.
     """
-    literal = re.fullmatch(r"Literal\[(.+)\]", text)
+    literal = re.fullmatch(r"Literal\[(.+)\]", text)  # Literal['ddp', 'fsdp']
     if literal is None:
         return Annotation(KINDS[text], choices=[])
     choices = list(ast.literal_eval(f"[{literal[1]}]"))

@@ -41,9 +41,10 @@ def read_notebook(path: str | Path) -> NotebookNode:
 
 def first_line(text: str) -> str:
     """The first line of a text, cut to 60 characters."""
-    line = text.strip().partition("\n")[0]
-    if len(line) > 60:
-        line = f"{line[:59]}…"
+    longest = 60
+    line, _, _ = text.strip().partition("\n")
+    if len(line) > longest:
+        return f"{line[: longest - 1]}…"
     return line
 
 
@@ -105,8 +106,10 @@ def script_name(notebook: NotebookNode, name: str) -> str:
     Python looks for a module first in the folder of the script: a script torch.py that imports torch imports itself.
     """
     source = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    # "from NAME import x", "import NAME" or "import os, NAME"
     is_imported = re.search(rf"^\s*(from|import|import .*,) +{re.escape(name)}\b", source, re.MULTILINE)
-    if is_imported or name in LIBRARIES | sys.stdlib_module_names:
+    is_of_a_library = name in LIBRARIES or name in sys.stdlib_module_names
+    if is_imported or is_of_a_library:
         return f"{name}_script"
     return name
 
@@ -122,7 +125,7 @@ def title_and_purpose(notebook: NotebookNode, name: str) -> tuple[str, str]:
     markdown = re.sub(r"\{[\w:-]+\}`([^`<]*?)(?: *<[^`>]*>)?`", r"\1", markdown)
     markdown = re.sub(r"\[([^]]*)\]\([^)]*\)|[`*]", r"\1", markdown)
     title = name
-    heading = re.search(r"^# (?:\d+\. )?(.+)", markdown, re.MULTILINE)
+    heading = re.search(r"^# (?:\d+\. )?(.+)", markdown, re.MULTILINE)  # "# 4. Data parallelism"
     if heading is not None:
         title = heading[1]
     sentence = re.search(r"The script of this chapter (.+?[.?!])(?=\s|$)", markdown, re.DOTALL)

@@ -9,7 +9,7 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from helpers.export.notebook import Cells, ExportError, first_line, label
@@ -22,7 +22,8 @@ PLUMBING = "process_group"  # the module of helpers/runtime that stands below ma
 OWN = {("main", ""), ("parse_args", ""), ("argparse", "import argparse")}
 HARMLESS = {"field", "auto"}  # of dataclasses and enum: calls in a class whose result is the same wherever they run
 STOPS = re.compile(r"\b(stop|destroy)_process_group\(")
-# A statement that changes what a later import may find or do.
+# A statement that changes what a later import may find or do, such as os.environ["NCCL_DEBUG"] = "INFO", os.chdir("..")
+# or sys.path.append("src").
 SETTING = re.compile(
     r"environ\.(update|setdefault|pop)\(|environ\[[^]]*\] *=(?!=)|\b(putenv|chdir|addsitedir)\(|sys\.path\b"
 )
@@ -65,45 +66,18 @@ def sort_statements(cells: Cells) -> Parts:
     that cells bind to two things is bound in main, in the notebook's order. What cells import from helpers/runtime is
     copied into the script. Raises ExportError for an import that cannot go to the top.
     """
-    exported = [statement for statement in cells.exported if not is_notebook_only(statement.node)]
     names_from_runtime = names_bound_by(statement for statement in cells.exported if is_copied(statement.node))
     copies = copied(names_from_runtime | {"stop_process_group"})
-    # The process group's functions come below main, so nothing above main may need them at once.
-    names_of_plumbing = names_bound_by(statement for statement in copies if statement.where == PLUMBING)
-    names_below_main = names_from_runtime & names_of_plumbing
-    ambiguous_names = names_with_two_meanings([*cells.parameters, *exported, *copies])
+    own = sort_own_statements(cells, names_from_runtime, copies)
 
-    imports = [statement for statement in cells.parameters if isinstance(statement.node, IMPORT)]
-    constants: list[Statement] = []
-    definitions: list[Statement] = []
-    body: list[Statement] = []
-    for statement in exported:
-        node = statement.node
-        needs_what_is_below_main = bool(statement.needs & names_below_main)
-        is_comment = not statement.code
-        follows_definition = bool(definitions) and definitions[-1].where == statement.where  # in the same cell
-        if statement.binds & ambiguous_names:
-            body.append(statement)
-        elif isinstance(node, IMPORT):
-            check_order(statement, body, imports)
-            imports.append(statement)
-        elif isinstance(node, DEFINITION) and can_stand_above_main(node) and not needs_what_is_below_main:
-            definitions.append(statement)
-        elif is_constant(statement):
-            constants.append(statement)
-        elif is_comment and follows_definition:
-            definitions.append(statement)
-        else:
-            body.append(statement)
-
-    stops_group = any(STOPS.search(statement.code) for statement in [*definitions, *body])
+    stops_group = any(STOPS.search(statement.code) for statement in [*own.definitions, *own.body])
     if not stops_group:
         names_from_runtime.add("stop_process_group")
-        body += split("stop_process_group()")
-    used_names = names_read_by([*imports, *constants, *definitions, *body])
+        own.body.extend(split("stop_process_group()"))
+    used_names = names_read_by([*own.imports, *own.constants, *own.definitions, *own.body])
     # An import whose name only cells outside of the script use is left out. One that no cell uses may have an effect.
     names_used_elsewhere = cells.words_elsewhere - used_names
-    imports = [statement for statement in imports if not statement.binds & names_used_elsewhere]
+    imports = [statement for statement in own.imports if not statement.binds & names_used_elsewhere]
 
     plumbing: list[Statement] = []
     copied_definitions: list[Statement] = []
@@ -114,7 +88,51 @@ def sort_statements(cells: Cells) -> Parts:
             plumbing.append(statement)
         else:
             copied_definitions.append(statement)
-    return Parts(imports, [*constants, *in_order(definitions, copied_definitions)], body, plumbing)
+    definitions = [*own.constants, *in_order(own.definitions, copied_definitions)]
+    return Parts(imports, definitions, own.body, plumbing)
+
+
+@dataclass(frozen=True)
+class OwnStatements:
+    """The statements of a notebook's own cells, by their place in the script, each list in the notebook's order."""
+
+    imports: list[Statement]
+    constants: list[Statement] = field(default_factory=list)
+    definitions: list[Statement] = field(default_factory=list)  # functions and classes above main
+    body: list[Statement] = field(default_factory=list)  # of main
+
+
+def sort_own_statements(cells: Cells, names_from_runtime: set[str], copies: list[Statement]) -> OwnStatements:
+    """Sort the statements of a notebook's own cells. Raises ExportError for an import that cannot go to the top.
+
+    ``names_from_runtime`` are the names that they import from helpers/runtime, and ``copies`` what is copied for them.
+    """
+    exported = [statement for statement in cells.exported if not is_notebook_only(statement.node)]
+    # The process group's functions come below main, so nothing above main may need them at once.
+    names_of_plumbing = names_bound_by(statement for statement in copies if statement.where == PLUMBING)
+    names_below_main = names_from_runtime & names_of_plumbing
+    ambiguous_names = names_with_two_meanings([*cells.parameters, *exported, *copies])
+
+    own = OwnStatements(imports=[statement for statement in cells.parameters if isinstance(statement.node, IMPORT)])
+    for statement in exported:
+        node = statement.node
+        needs_what_is_below_main = bool(statement.needs & names_below_main)
+        is_comment = not statement.code
+        follows_definition = bool(own.definitions) and own.definitions[-1].where == statement.where  # in the same cell
+        if statement.binds & ambiguous_names:
+            own.body.append(statement)
+        elif isinstance(node, IMPORT):
+            check_order(statement, own.body, own.imports)
+            own.imports.append(statement)
+        elif isinstance(node, DEFINITION) and can_stand_above_main(node) and not needs_what_is_below_main:
+            own.definitions.append(statement)
+        elif is_constant(statement):
+            own.constants.append(statement)
+        elif is_comment and follows_definition:
+            own.definitions.append(statement)
+        else:
+            own.body.append(statement)
+    return own
 
 
 def in_order(definitions: list[Statement], copied_definitions: list[Statement]) -> list[Statement]:
@@ -140,21 +158,29 @@ def names_with_two_meanings(statements: list[Statement]) -> set[str]:
 
 
 def is_constant(statement: Statement) -> bool:
-    """Whether a statement binds names such as WIDTH to what depends on no other name."""
+    """Whether a statement is like ``WIDTH = 128``: its names are in upper case, and its value reads no other name."""
     if not isinstance(statement.node, ast.Assign) or statement.reads:
         return False
     return all(name.isupper() for name in statement.binds)
 
 
 def meaning_of(statement: Statement, name: str) -> str:
-    """What a statement binds a name to, as text: ``import a.b`` and ``import a.c`` bind the same a."""
+    """What a statement binds a name to, as text that is equal for statements that bind it to the same thing.
+
+    - ``import torch.nn as nn`` and ``from torch import nn`` bind nn to "import torch.nn".
+    - ``import torch.nn`` and ``import torch.cuda`` bind torch to "import torch".
+    - Any other statement, such as the definition of a function, is its own text.
+    """
     node = statement.node
     if isinstance(node, ast.Import):
-        if node.names[0].asname:
-            return f"import {node.names[0].name}"
+        [alias] = node.names
+        if alias.asname:
+            return f"import {alias.name}"
         return f"import {name}"
-    if isinstance(node, ast.ImportFrom):  # ``from torch import nn`` is ``import torch.nn as nn``
-        return f"import {'.' * node.level}{node.module}.{node.names[0].name}"
+    if isinstance(node, ast.ImportFrom):
+        [alias] = node.names
+        dots_of_relative_import = "." * node.level
+        return f"import {dots_of_relative_import}{node.module}.{alias.name}"
     return ast.unparse(node)
 
 
@@ -225,7 +251,7 @@ def runtime() -> list[Statement]:
 
     Above a statement there may be comments. Those that touch it are kept; others are headings of the file.
     """
-    comments_that_touch = re.compile(r"(?:^#.*\n?)*\Z", re.MULTILINE)
+    comments_that_touch = re.compile(r"(?:^#.*\n?)*\Z", re.MULTILINE)  # the last lines of a text, if they begin with #
     statements = []
     for module in MODULES:
         source = (SOURCES / f"{module}.py").read_text(encoding="utf-8")
@@ -238,12 +264,13 @@ def runtime() -> list[Statement]:
 
 def copied(names: set[str]) -> list[Statement]:
     """The statements of helpers/runtime that define the names and all that these use, in the order of the sources."""
-    wanted: set[str] = set()
-    new = set(names)
-    while new:
-        wanted |= new
-        new = names_read_by(statement for statement in runtime() if statement.binds & wanted) - wanted
-    return [statement for statement in runtime() if statement.binds & wanted]
+    wanted_names = set(names)
+    while True:
+        statements = [statement for statement in runtime() if statement.binds & wanted_names]
+        names_still_missing = names_read_by(statements) - wanted_names
+        if not names_still_missing:
+            return statements
+        wanted_names |= names_still_missing
 
 
 # ---- Which names are refused
@@ -252,50 +279,54 @@ def copied(names: set[str]) -> list[Statement]:
 def check_names(parts: Parts, parameters: list[Statement]) -> None:
     """Raise ExportError if a name would mean something else in the script than it does in the notebook.
 
-    In a notebook all names are global. In the script, what main binds are its local variables, which the functions
-    above main cannot read. These are ``args``, what the cell with the ``parameters`` binds, and what the other
-    statements of main bind.
+    In a notebook all names are global. In the script, what stands above main is still global, and all else becomes
+    local to main: the notebook's parameters, and what the statements in main's body bind. So an error is raised for
+
+    - a statement of main that gives a new value to a global name of the script,
+    - a function above main that reads a name which is local to main now,
+    - a statement that reads a name which nothing in the script binds.
+
+    ``parameters`` are the statements of the notebook's cell with the parameters.
     """
-    statements_of_main = []
-    for statement in parameters:
-        if not isinstance(statement.node, IMPORT):  # imports are above main
-            statements_of_main.append(statement)
-    statements_of_main += parts.body
-    bound_above = names_bound_by(parts.above())
+    # main begins with the parameters. The imports in their cell have gone above main.
+    parameters_of_main = [statement for statement in parameters if not isinstance(statement.node, IMPORT)]
+    statements_of_main = [*parameters_of_main, *parts.body]
+    global_names = names_bound_by(parts.above())
     for statement in statements_of_main:
-        for name in sorted(statement.binds & bound_above):
+        for name in sorted(statement.binds & global_names):
             raise ExportError(f"{label(statement)} binds {name}, a name that the script needs itself. Rename it.")
     for statement in parts.of_cells():
         is_in_main = statement in parts.body
         check_blocks(statement, is_in_main)
-        check_names_read(statement, is_in_main, statements_of_main, bound_above)
+        check_names_read(statement, is_in_main, statements_of_main, global_names)
 
 
 def check_names_read(
-    statement: Statement, is_in_main: bool, statements_of_main: list[Statement], bound_above: set[str]
+    statement: Statement, is_in_main: bool, statements_of_main: list[Statement], global_names: set[str]
 ) -> None:
     """Raise ExportError if a statement reads a variable of main from outside of main, or a name that nothing binds.
 
-    bound_above: the script's global names.
+    ``global_names`` are the script's. ``is_in_main`` says whether the statement is one of ``statements_of_main``.
     """
-    bound_in_main = {"args"} | names_bound_by(statements_of_main)
+    names_in_main = {"args"} | names_bound_by(statements_of_main)
     for name in sorted(statement.reads):
-        what = f"{label(statement)} reads {name}"
-        if name in bound_in_main and not is_in_main:
+        problem = f"{label(statement)} reads {name}"
+        if name in names_in_main and not is_in_main:
             cells_that_bind = [binding.where for binding in statements_of_main if name in binding.binds]
-            if cells_that_bind:
+            if cells_that_bind:  # none binds ``args``
                 each_cell_once = dict.fromkeys(cells_that_bind)
-                what += f", which {' and '.join(each_cell_once)} binds outside of functions"
-            raise ExportError(f"{what}. Pass it as an argument.")
-        if name not in bound_above | bound_in_main | BUILTINS:
-            raise ExportError(f"{what}, which no exported cell binds. Bind it in one.")
+                problem += f", which {' and '.join(each_cell_once)} binds outside of functions"
+            raise ExportError(f"{problem}. Pass it as an argument.")
+        if name not in global_names | names_in_main | BUILTINS:
+            raise ExportError(f"{problem}, which no exported cell binds. Bind it in one.")
 
 
 def check_blocks(statement: Statement, is_in_main: bool) -> None:
     """Raise ExportError for what a statement may not have inside of it, as in the body of a function or of an ``if``.
 
-    These are an import of what the script does not have, a star import, which Python allows at the top of a file alone,
-    and in main a ``global`` name, because main is a function, in which the notebook's names are local.
+    - An import of what the script does not have, such as helpers.
+    - A star import, which Python allows only at the top of a file.
+    - In main, a ``global`` name: main is a function, in which the notebook's names are local.
     """
     for node in ast.walk(statement.node):
         is_star_import = isinstance(node, ast.ImportFrom) and node.names[0].name == "*"

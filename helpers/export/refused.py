@@ -8,19 +8,22 @@ import copy
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from typing import TypeVar
 
 from helpers.export.notebook import LIBRARIES, ExportError, first_line, label
 from helpers.source import DEFINITION, IMPORT, Statement, packages_of
 
-LAUNCHERS = re.compile(  # calls that start ranks
+# Calls that start ranks, such as mp.spawn(…), notebook_launcher(…) and TrainerClient(…).
+LAUNCHERS = re.compile(
     r"(\b(?:mp|multiprocessing)\.(?:spawn|Process)|(?<![\w.])spawn|\w*TorchDistributor|TrainerClient|TorchTrainer"
     r"|notebook_launcher|debug_launcher|elastic_launch|distributed\.run\.main)\("
 )
+# Programs that start ranks, in a command such as "torchrun train.py" or "python -m torch.distributed.run train.py".
 PROGRAMS = re.compile(r"\b(torchrun|torch\.distributed\.(?:run|launch)|accelerate launch|deepspeed|mpirun|srun)\b")
+# Functions of subprocess and os that run a program.
 RUNS_A_PROGRAM = {"run", "Popen", "call", "check_call", "check_output", "system", "popen", "getoutput"}
-# Of a statement as ast.unparse writes it: a variable that torchrun sets in each rank.
+# A variable that torchrun sets in each rank, in a statement as ast.unparse writes it. For example RANK, in
+# os.environ['RANK'] = '0', in os.environ.update(RANK=str(0)) and in os.environ.update({'RANK': '0'}).
 ENVIRONMENT = re.compile(
     r"environ.*?\b((?:LOCAL_)?RANK|(?:LOCAL_)?WORLD_SIZE|MASTER_ADDR|MASTER_PORT)'?\]? ?[=:] ?(?:str\()?['\d]",
     re.DOTALL,
@@ -47,11 +50,9 @@ def check_launching(statements: list[Statement]) -> None:
     for statement in statements:
         check_launchers(statement, values)
     for statement in statements:
-        variable = ENVIRONMENT.search(ast.unparse(with_values(statement.node, values)))
-        if variable is not None:
-            raise ExportError(f"{label(statement)} fixes {variable[1]}, which is torchrun's to say. Leave it out.")
-        for call, values_there in start_calls(statement, statements, values):
-            check_start_call(statement, call, values_there)
+        check_environment(statement, values)
+        for call, values_at_call in start_calls(statement, statements, values):
+            check_start_call(statement, call, values_at_call)
     for statement in statements:
         check_numbers(statement, values)
 
@@ -76,6 +77,17 @@ def check_launchers(statement: Statement, values: Values) -> None:
                 raise ExportError(f"{label(statement)} {why}. Leave it out, and train in the notebook's cells.")
 
 
+def check_environment(statement: Statement, values: Values) -> None:
+    """Raise ExportError for a statement that sets a variable of torchrun's, as ``os.environ["RANK"] = "0"`` does.
+
+    values: what the notebook assigns to each name, because the text may be kept in a variable.
+    """
+    text = ast.unparse(with_values(statement.node, values))
+    variable = ENVIRONMENT.search(text)
+    if variable is not None:
+        raise ExportError(f"{label(statement)} fixes {variable[1]}, which is torchrun's to say. Leave it out.")
+
+
 def check_start_call(statement: Statement, call: ast.Call, values: Values) -> None:
     """Raise ExportError for a call of init_process_group that numbers the ranks, or says where they meet.
 
@@ -93,13 +105,20 @@ def check_start_call(statement: Statement, call: ast.Call, values: Values) -> No
 
 
 def is_fixed(name: str, value: ast.expr) -> bool:
-    """Whether an argument of init_process_group is the same on every rank, or a meeting place of its own."""
+    """Whether an argument of init_process_group says what torchrun says: a rank's number, or where the ranks meet.
+
+    ``name`` is the argument's: rank, world_size, init_method or store. ``value`` is its expression.
+    """
     text = ast.unparse(value)
     if name == "store":
         return text != "None"
     if name == "init_method":
-        return "://" in text and "env://" not in text
-    return literal_int(value) not in (None, -1)  # -1 is the default: the environment says it
+        is_address = "://" in text
+        is_of_torchrun = "env://" in text  # the address is in environment variables
+        return is_address and not is_of_torchrun
+    number = literal_int(value)
+    is_left_to_torchrun = number == -1  # the default: the number is in an environment variable
+    return number is not None and not is_left_to_torchrun
 
 
 def check_numbers(statement: Statement, values: Values) -> None:
@@ -132,21 +151,24 @@ def check_start(statements: list[Statement], name: str) -> None:
     Either no statement starts a process group, or the script trains and no name in it says that ranks exchange
     gradients. name: the script's, for the message.
     """
-    calls = list(chain.from_iterable(calls_in(statement.node) for statement in statements))
-    if not any(name_of(call.func) in STARTS for call in calls):
+    called_functions: set[str] = set()
+    packages: set[str] = set()
+    names: set[str] = set()
+    for statement in statements:
+        called_functions |= called_in(statement.node)
+        packages |= packages_of(statement.node)
+        names.update(names_in(statement.node))
+    if called_functions.isdisjoint(STARTS):
         why = "starts no process group: N ranks would train N models"
         raise ExportError(f"{name} {why}. Call torch.distributed.init_process_group() in an exported cell.")
 
-    packages = set(chain.from_iterable(packages_of(statement.node) for statement in statements))
     unknown_packages = packages - LIBRARIES - sys.stdlib_module_names - {"helpers"}
     if unknown_packages:
         return  # One of them may average the gradients.
-    names = set(chain.from_iterable(names_in(statement.node) for statement in statements))
     if any(COMMUNICATES.search(name) for name in names):
         return
     for statement in statements:
-        trains = any(name_of(call.func) == "backward" for call in calls_in(statement.node))
-        if trains:
+        if "backward" in called_in(statement.node):
             why = "trains, but no cell exchanges gradients: N ranks would train N models"
             raise ExportError(f"{label(statement)} {why}. Wrap the model: DistributedDataParallel(model).")
 
@@ -154,12 +176,18 @@ def check_start(statements: list[Statement], name: str) -> None:
 # ---- What calls get
 
 
-def calls_in(node: ast.AST) -> Iterator[ast.Call]:
-    return (part for part in ast.walk(node) if isinstance(part, ast.Call))
+def calls_in(node: ast.AST) -> list[ast.Call]:
+    """All calls in a statement or an expression."""
+    return [part for part in ast.walk(node) if isinstance(part, ast.Call)]
+
+
+def called_in(node: ast.AST) -> set[str]:
+    """The names of all functions and methods that are called in a statement, such as "backward"."""
+    return {name_of(call.func) for call in calls_in(node)}
 
 
 def name_of(function: ast.expr) -> str:
-    """init_process_group for ``dist.init_process_group``."""
+    """The last part of a called function's name: "init_process_group" for ``dist.init_process_group``."""
     return ast.unparse(function).rpartition(".")[2]
 
 
@@ -226,9 +254,10 @@ def parameter_values(function: ast.FunctionDef, statements: list[Statement]) -> 
     number_without_default = len(function.args.args) - len(defaults)
     parameters_with_default = parameters[number_without_default : len(function.args.args)]
     default_of = dict(zip(parameters_with_default, defaults, strict=True))
-    for call in chain.from_iterable(calls_in(statement.node) for statement in statements):
-        if name_of(call.func) != function.name:
-            continue
+    calls_of_function: list[ast.Call] = []
+    for statement in statements:
+        calls_of_function += [call for call in calls_in(statement.node) if name_of(call.func) == function.name]
+    for call in calls_of_function:
         positional = dict(zip(parameters, call.args, strict=False))
         by_keyword = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
         given: dict[str, ast.expr] = {**default_of, **positional, **by_keyword}
@@ -247,11 +276,11 @@ def start_arguments(call: ast.Call) -> dict[str, ast.expr]:
         value = keyword.value
         if keyword.arg is not None:
             arguments[keyword.arg] = value
-        elif isinstance(value, ast.Dict):
+        elif isinstance(value, ast.Dict):  # **{"rank": 0}
             for key, item in zip(value.keys, value.values, strict=True):
                 if isinstance(key, ast.Constant):
                     arguments[str(key.value)] = item
-        elif isinstance(value, ast.Call) and name_of(value.func) == "dict":
+        elif isinstance(value, ast.Call) and name_of(value.func) == "dict":  # **dict(rank=0)
             for item_of_dict in value.keywords:
                 if item_of_dict.arg:
                     arguments[item_of_dict.arg] = item_of_dict.value
@@ -283,35 +312,45 @@ def assigned(nodes: Iterable[ast.AST]) -> Values:
 
 
 def targets_and_values(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
-    """The names that a statement binds itself, not by the statements in it, each with its value."""
+    """Yield (name, expression) for each name that a statement binds itself, and not by the statements in it.
+
+    The expression is None if no plain assignment gives it, as for the variable of a loop.
+    """
     if isinstance(node, ast.Assign):
         for target in node.targets:
-            yield from pairs(target, node.value)
+            yield from names_and_values(target, node.value)
     elif isinstance(node, ast.AnnAssign) and node.value is not None:
-        yield from pairs(node.target, node.value)
+        yield from names_and_values(node.target, node.value)
     elif isinstance(node, ast.AugAssign | ast.For | ast.comprehension | ast.NamedExpr):
-        yield from pairs(node.target, None)
+        yield from names_and_values(node.target, None)
     elif isinstance(node, ast.withitem) and node.optional_vars is not None:
-        yield from pairs(node.optional_vars, None)
+        yield from names_and_values(node.optional_vars, None)
 
 
-def pairs(target: ast.expr, value: ast.expr | None) -> Iterator[tuple[str, ast.expr | None]]:
-    """Yields (name, expression) of an assignment; several for one such as ``rank, world_size = 0, 1``.
+def names_and_values(target: ast.expr, value: ast.expr | None) -> Iterator[tuple[str, ast.expr | None]]:
+    """Yield (name, expression) for each name in an assignment ``target = value``.
 
-    The expression is None if it cannot be told which one a name gets, as in ``rank, world_size = setup()``.
+    - ``rank = 0`` gives one pair.
+    - ``rank, world_size = 0, 1`` gives two.
+    - ``rank, world_size = setup()`` gives two with None, because it cannot be told which value a name gets.
+    - ``config["rank"] = 0`` binds no name, so it gives none.
     """
     if isinstance(target, ast.Name):
         yield target.id, value
     elif isinstance(target, ast.Tuple | ast.List):
-        inner_values: list[ast.expr | None] = [None] * len(target.elts)
         if isinstance(value, ast.Tuple | ast.List) and len(value.elts) == len(target.elts):
-            inner_values = list(value.elts)
+            inner_values: list[ast.expr | None] = list(value.elts)
+        else:
+            inner_values = [None] * len(target.elts)
         for inner_target, inner_value in zip(target.elts, inner_values, strict=True):
-            yield from pairs(inner_target, inner_value)
+            yield from names_and_values(inner_target, inner_value)
 
 
 def with_values(node: Node, values: Values) -> Node:
-    """A copy of a node in which names that are assigned once, to an expression, are replaced by that expression."""
+    """A copy of a node in which each name that always has one value is replaced by that value.
+
+    After ``port = "29500"``, that is ``os.environ["MASTER_PORT"] = "29500"`` for ``os.environ["MASTER_PORT"] = port``.
+    """
     return Replacement(values).visit(copy.deepcopy(node))
 
 
@@ -326,7 +365,7 @@ def only_value(values: list[ast.expr | None]) -> ast.expr | None:
 
 
 class Replacement(ast.NodeTransformer):
-    """Replaces names by what is assigned to them, and the names in that too."""
+    """Replaces the names in a syntax tree by what is assigned to them, and then the names in that, too."""
 
     def __init__(self, values: Values) -> None:
         self.values = values
@@ -341,5 +380,6 @@ class Replacement(ast.NodeTransformer):
         value = only_value(self.values.get(node.id, []))
         if value is None:
             return node
-        others = {name: value for name, value in self.values.items() if name != node.id}  # so that it comes to an end
+        # In the value, this name is left as it is. Otherwise ``rank = rank + 1`` would be replaced for ever.
+        others = {name: values for name, values in self.values.items() if name != node.id}
         return Replacement(others).visit(copy.deepcopy(value))

@@ -35,24 +35,40 @@ def script_from_notebook(notebook: NotebookNode, name: str, tested_with: Sequenc
     check_start(parts.of_cells(), name)
 
     title, purpose = title_and_purpose(notebook, name)
+    parameters = list(flags)
     defined_names = names_bound_by(parts.definitions)
     stops = "StopRequest" in defined_names
-    lines_of_imports = [*(statement.text for statement in parts.imports), "import argparse"]
-    each_import_once = dict.fromkeys(lines_of_imports)
+    body = main_body(parts.body, parameters)
     sections = [
-        docstring(title, purpose, name, list(flags), tested_with, stops),
-        "\n".join(each_import_once),
-        with_short_lines("\n".join(statement.text for statement in parts.definitions)),
-        with_short_lines(f"def main(args):\n{indented(main_body(parts.body, list(flags)))}"),
+        docstring(title, purpose, name, parameters, tested_with, stops),
+        text_of_imports(parts.imports),
+        with_short_lines(text_of(parts.definitions)),
+        with_short_lines(f"def main(args):\n{indented(body)}"),
         parse_args_text(flags, adds="add_flags" in defined_names, reads="read_args" in defined_names),
-        with_short_lines("\n".join(statement.text for statement in parts.plumbing)),
+        with_short_lines(text_of(parts.plumbing)),
         'if __name__ == "__main__":\n    main(parse_args())',
     ]
     script = "\n\n\n".join(section for section in sections if section) + "\n"
-    packages = {package for statement in parts.imports for package in packages_of(statement.node)}
+
+    imported_packages: set[str] = set()
+    for statement in parts.imports:
+        imported_packages |= packages_of(statement.node)
     # The order of imports may matter to a package that is not among LIBRARIES, so it is kept then.
-    may_be_sorted = packages <= LIBRARIES | sys.stdlib_module_names
+    may_be_sorted = imported_packages <= LIBRARIES | sys.stdlib_module_names
     return formatted(script, sort=may_be_sorted)
+
+
+def text_of(statements: Sequence[Statement]) -> str:
+    """The statements as text, one below the other."""
+    return "\n".join(statement.text for statement in statements)
+
+
+def text_of_imports(imports: Sequence[Statement]) -> str:
+    """The script's imports as text, each one once, with argparse, which its function parse_args needs."""
+    lines = [statement.text for statement in imports]
+    lines.append("import argparse")
+    each_line_once = dict.fromkeys(lines)
+    return "\n".join(each_line_once)
 
 
 def main_body(body: list[Statement], parameters: list[str]) -> str:
@@ -61,15 +77,7 @@ def main_body(body: list[Statement], parameters: list[str]) -> str:
     A parameter of the notebook, such as ``lr``, is a flag of the script, and main reads it as ``args.lr``. If a
     statement also assigns the name, or if its text cannot be changed safely, main begins with ``lr = args.lr`` instead.
     """
-    assigned_names = names_bound_by(body)
-    for statement in body:
-        assigned_names |= statement.local_names
-    read_from_args: set[str] = set()  # the parameters that become args.NAME in the text
-    if "args" not in assigned_names:
-        for name in set(parameters) - assigned_names:
-            if all(with_arguments(statement.code, {name}) is not None for statement in body):
-                read_from_args.add(name)
-
+    read_from_args = parameters_read_from_args(body, parameters)
     needed_at_top = names_read_by(body) - read_from_args
     lines = [f"{name} = args.{name}" for name in parameters if name in needed_at_top]
     if lines:
@@ -85,6 +93,21 @@ def main_body(body: list[Statement], parameters: list[str]) -> str:
     return "\n".join(lines).strip("\n")
 
 
+def parameters_read_from_args(body: list[Statement], parameters: list[str]) -> set[str]:
+    """The parameters that main's text can read as ``args.NAME``, because no statement in it gives them a new value."""
+    assigned_names = names_bound_by(body)
+    for statement in body:
+        assigned_names |= statement.local_names
+    if "args" in assigned_names:  # then it is another thing in main
+        return set()
+    read_from_args = set()
+    for name in set(parameters) - assigned_names:
+        codes_with_argument = [with_arguments(statement.code, {name}) for statement in body]
+        if None not in codes_with_argument:
+            read_from_args.add(name)
+    return read_from_args
+
+
 def with_arguments(code: str, names: set[str]) -> str | None:
     """The code with ``args.NAME`` for each of the names; None if that code would mean something else.
 
@@ -93,7 +116,7 @@ def with_arguments(code: str, names: set[str]) -> str | None:
     tree = ast.parse(code)
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id in names]
     # From the end to the beginning, so that a replacement does not move those that are still to come.
-    nodes.sort(key=lambda node: (node.lineno, node.col_offset), reverse=True)
+    nodes.sort(key=position, reverse=True)
     lines = [line.encode() for line in code.split("\n")]  # ast's columns count bytes
     for node in nodes:
         line = lines[node.lineno - 1]
@@ -111,6 +134,11 @@ def with_arguments(code: str, names: set[str]) -> str | None:
     if ast.dump(tree_with_old_names) != ast.dump(tree):
         return None
     return new_code
+
+
+def position(node: ast.expr) -> tuple[int, int]:
+    """Where a node begins: its line, and its column in bytes."""
+    return node.lineno, node.col_offset
 
 
 class ArgumentsToNames(ast.NodeTransformer):
@@ -155,8 +183,10 @@ def docstring(
         lines += ["", tested]
     text = "\n".join(lines) + "\n"
     text = text.replace('"""', "'''").replace("%", "%%")  # argparse shows it, and uses the % operator
-    prefix = "r" if "\\" in text else ""
-    return f'{prefix}"""{text}"""'
+    literal = f'"""{text}"""'
+    if "\\" in text:
+        return f"r{literal}"
+    return literal
 
 
 def commands(file: str, takes_backend: bool) -> list[str]:
@@ -220,7 +250,7 @@ def with_short_lines(code: str) -> str:
         line_number, column = token.start
         line = lines[line_number - 1]
         before_comment = line[:column].rstrip()
-        is_for_formatters = re.match(r"# *(fmt|isort) *:", token.string)
+        is_for_formatters = re.match(r"# *(fmt|isort) *:", token.string)  # "# fmt: off"
         if is_for_formatters:
             lines[line_number - 1] = before_comment
         elif before_comment and len(line) > WIDTH and line_number not in lines_in_strings:
@@ -231,9 +261,10 @@ def with_short_lines(code: str) -> str:
 
 def formatted(script: str, sort: bool) -> str:
     """The script as ruff formats it, with its imports sorted if ``sort``."""
-    commands = [["format"]]
+    commands = []
     if sort:
-        commands.insert(0, ["check", "--fix", "--exit-zero", "--quiet", "--select=I"])  # I: the rules of imports
+        commands.append(["check", "--fix", "--exit-zero", "--quiet", "--select=I"])  # I: the rules of imports
+    commands.append(["format"])
     for command in commands:
         # The last argument, a dash, is standard input. Without --isolated, a pyproject.toml nearby would decide.
         ruff = [find_ruff_bin(), *command, "--isolated", f"--line-length={WIDTH}", "--target-version=py311", "-"]

@@ -89,33 +89,33 @@ def write_record(record: Record, file: Path) -> None:
     write_text(file, json.dumps(asdict(record), indent=1, sort_keys=True) + "\n")
 
 
-def add_page(record: Record, page: str, of_code: str, run: Run) -> None:
+def add_page(record: Record, page: str, code_fingerprint: str, run: Run) -> None:
     """Add a run in which a page passed to the record.
 
     It takes the place of an older run with the same versions, and of all runs of other code. ``page`` is its name, such
-    as book/intro, and ``of_code`` the fingerprint of its code.
+    as book/intro, and ``code_fingerprint`` that of its code.
     """
     runs = [run]
     known = record.pages.get(page)
-    if known is not None and known.fingerprint == of_code:
+    if known is not None and known.fingerprint == code_fingerprint:
         for older_run in known.runs:
             has_same_versions = (older_run.torch, older_run.python) == (run.torch, run.python)
             if not has_same_versions:
                 runs.append(older_run)
     runs.sort(key=lambda run: (version_key(run.torch), version_key(run.python)))
-    record.pages[page] = PageRecord(of_code, runs)
+    record.pages[page] = PageRecord(code_fingerprint, runs)
 
 
-def add_script(record: Record, script: str, of_code: str, torch: str) -> None:
+def add_script(record: Record, script: str, code_fingerprint: str, torch: str) -> None:
     """Add a version of PyTorch on which a script passed. Versions on which other code passed are dropped.
 
-    ``of_code`` is the fingerprint of its notebook.
+    ``code_fingerprint`` is that of its notebook.
     """
     versions = {torch}
-    if record.script_fingerprints.get(script) == of_code:
+    if record.script_fingerprints.get(script) == code_fingerprint:
         versions.update(record.scripts[script])
     record.scripts[script] = sorted(versions, key=version_key)
-    record.script_fingerprints[script] = of_code
+    record.script_fingerprints[script] = code_fingerprint
 
 
 def drop_what_is_gone(record: Record, fingerprints: dict[str, str]) -> None:
@@ -126,7 +126,7 @@ def drop_what_is_gone(record: Record, fingerprints: dict[str, str]) -> None:
     """
     for page in set(record.pages) - set(fingerprints):
         del record.pages[page]
-    for script, of_code in list(record.script_fingerprints.items()):
-        if fingerprints.get(f"notebooks/{script}") != of_code:
+    for script, code_fingerprint in list(record.script_fingerprints.items()):
+        if fingerprints.get(f"notebooks/{script}") != code_fingerprint:
             del record.script_fingerprints[script]
             del record.scripts[script]

@@ -481,11 +481,13 @@ def gathered_once_a_step(
     if layout.micro_batches > 1:
         gradient_bytes = reduced_bytes(conventions)
         backward_begins = (parameter_bytes + gradient_bytes) * parameters
+        # The reduce-scatter copies the layer's gradients, which have added up, into a buffer.
         reduce_scatter_buffer = gradient_bytes * parameters_per_layer
         first_reduction = backward_begins + reduce_scatter_buffer
     else:
         backward_begins = parameter_bytes * parameters
-        # From PyTorch 2.15 on the all-gather's buffer is for one layer; before, it was for two.
+        # The forward keeps an all-gather's buffer until the next all-gather is done. None comes after the last layer's,
+        # so that buffer is still there. Before PyTorch 2.15 a second layer's buffer was there as well.
         all_gather_buffer = parameter_bytes * parameters_per_layer
         first_reduction = backward_begins + all_gather_buffer
     return Gathered(backward_begins=backward_begins, first_reduction=first_reduction)

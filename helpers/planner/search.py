@@ -44,6 +44,7 @@ class Fit(Candidate):
 
     @property
     def seconds(self) -> float:
+        """The predicted seconds of a step."""
         return self.step.seconds
 
 
@@ -166,10 +167,12 @@ class Search:
     def choice(self) -> str:
         """The fastest layout, its seconds and its memory."""
         best = self.best
-        interval = f"{best.step.low:.2f} to {best.step.high:.2f}"
-        time = f"{best.seconds:.2f} s a step ({interval})"
-        share = f"{best.bytes / self.cluster.memory:.0%} of the GPU, and {self.memory_share:.0%} is the limit of a plan"
-        return f"Fastest: {best.layout.summary}: {time}, {best.bytes / GIB:.1f} GiB ({share})."
+        seconds = f"{best.seconds:.2f} s a step ({best.step.low:.2f} to {best.step.high:.2f})"
+        share_of_memory = best.bytes / self.cluster.memory
+        return (
+            f"Fastest: {best.layout.summary}: {seconds}, {best.bytes / GIB:.1f} GiB "
+            f"({share_of_memory:.0%} of the GPU, and {self.memory_share:.0%} is the limit of a plan)."
+        )
 
     @property
     def margin(self) -> str:

@@ -107,11 +107,8 @@ def rank_main(pipe: connection.Connection, rank: int, call: Call) -> None:
     """
     folder = call.folder
     leave_launchers_terminal()
+    end_if_launcher_ends(pid_file=folder / f"pid{rank}")
     choose_start_method()
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    # The thread cannot end this rank while it hangs in C code that holds the GIL. The forkserver kills it by its pid.
-    (folder / f"pid{rank}").write_text(str(os.getpid()))
-    close_pipe_to_forkserver()
     write_output_to(folder / f"output{rank}")
 
     # At the timeout faulthandler writes to this file where the rank is, for the launcher's error message. A signal
@@ -143,6 +140,17 @@ def leave_launchers_terminal() -> None:
     """
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def end_if_launcher_ends(pid_file: Path) -> None:
+    """Let this rank end when the launcher is gone, also if the rank hangs then.
+
+    Usually a thread of the rank sees to it. But no thread can run while the rank hangs in C code that holds the GIL.
+    Then the forkserver kills the rank, whose process number it finds in ``pid_file``.
+    """
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    pid_file.write_text(str(os.getpid()))
+    close_pipe_to_forkserver()  # while a rank had it open, the forkserver would not notice that the launcher is gone
 
 
 def choose_start_method() -> None:

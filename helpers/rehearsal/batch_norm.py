@@ -1,7 +1,7 @@
-"""SyncBatchNorm's operators for the CPU, because PyTorch has them for GPUs alone.
+"""SyncBatchNorm's operators for the CPU, because PyTorch only has them for GPUs.
 
-torch's own SyncBatchNorm calls them on this rank's part of the batch, and between the calls the ranks exchange what
-they return. So all ranks together normalize by the mean and the variance of the whole batch.
+torch's own SyncBatchNorm calls them on this rank's part of the batch. Between the calls the ranks exchange what the
+operators return. So all ranks together normalize by the mean and the variance of the whole batch.
 
 Shapes: ``input``, its gradient and the results of the elementwise operators are (batch, channels, ...), means, inverse
 standard deviations, weights and sums are (channels,), and what was gathered is (ranks, channels).
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 LIBRARY = torch.library.Library("aten", "IMPL", "CPU")
-Optional = torch.Tensor | None
+OptionalTensor = torch.Tensor | None
 
 
 def patch() -> None:
-    """Register the functions below as the CPU's kernels of those operators."""
+    """Register the functions below as the CPU's kernels of SyncBatchNorm's operators."""
     operators: dict[str, Callable[..., Any]] = {
         "batch_norm_stats": stats,
         "batch_norm_gather_stats_with_counts": gather_stats,
@@ -52,8 +52,8 @@ def gather_stats(
     input: torch.Tensor,
     means: torch.Tensor,
     inverse_deviations: torch.Tensor,
-    running_mean: Optional,
-    running_var: Optional,
+    running_mean: OptionalTensor,
+    running_var: OptionalTensor,
     momentum: float,
     eps: float,
     counts: torch.Tensor,
@@ -79,8 +79,8 @@ def gather_stats(
 
 def normalize(
     input: torch.Tensor,
-    weight: Optional,
-    bias: Optional,
+    weight: OptionalTensor,
+    bias: OptionalTensor,
     mean: torch.Tensor,
     inverse_deviation: torch.Tensor,
     eps: float,
@@ -102,7 +102,7 @@ def reduce_gradient(
     input: torch.Tensor,
     mean: torch.Tensor,
     inverse_deviation: torch.Tensor,
-    weight: Optional,
+    weight: OptionalTensor,
     needs_input: bool,
     needs_weight: bool,
     needs_bias: bool,
@@ -130,7 +130,7 @@ def gradient_of_input(
     input: torch.Tensor,
     mean: torch.Tensor,
     inverse_deviation: torch.Tensor,
-    weight: Optional,
+    weight: OptionalTensor,
     total: torch.Tensor,
     product: torch.Tensor,
     counts: torch.Tensor,

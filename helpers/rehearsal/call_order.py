@@ -21,7 +21,8 @@ from helpers.rehearsal.tensor import tensors_in
 
 KINDS = "all_reduce all_gather reduce_scatter all_to_all broadcast reduce scatter gather barrier".split()
 UNSIZED = {"all_to_all", "scatter", "gather"}  # their ranks may rightly have different numbers of elements
-LOST = re.compile(r"Connection (closed|reset)|[Tt]imed out|Broken pipe")  # what gloo says of a peer that does not call
+# What gloo says of a peer that does not call or has ended, such as "Connection closed by peer [127.0.0.1]:41873".
+LOST = re.compile(r"Connection (closed|reset)|[Tt]imed out|Broken pipe")
 ORIGINAL_WAIT: Any = dist.Work.wait
 ORIGINAL_FUTURE: Any = dist.Work.get_future
 
@@ -60,9 +61,10 @@ class CallOrder:
     def explain(self, error: Exception) -> Exception:
         """The error to raise in place of ``error``, by which gloo says that a peer is lost.
 
-        If ranks have made different calls, it says which. If ranks did not come to this call, it says which ones, and
-        which of them have ended. In any other case it is gloo's own error. It is that also if a rank has raised an
-        exception, because then this is the cause.
+        - If ranks have made different calls, it says which.
+        - If ranks did not come to this call, it says which ones, and which of them have ended.
+        - If a rank has raised an exception, or in any other case, it is gloo's own error. The exception is then the
+          cause, and the rehearsal shows that.
         """
         if self.store.check(["differ"]):
             return RuntimeError(self.store.get("differ").decode())  # the rank that came last has it in its report

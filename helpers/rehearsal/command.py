@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -102,23 +103,29 @@ def is_script(path: Path) -> bool:
     return path.suffix == ".py" and path.is_file()
 
 
-def run(script: str, args: argparse.Namespace, flags: list[str], folder: Path) -> int:
-    """Run a script on ranks that are forked from this process, and wait for them.
+@dataclass(frozen=True)
+class StartedRanks:
+    """The processes of the ranks, and the store in which the ranks find each other. It serves them while it is kept."""
 
-    Returns the exit status: 0, or that of the rank that failed first, or 1 if the ranks hung or a silent mistake was
-    found. ``args`` are those of ``rehearse``, ``flags`` those of the script. ``folder`` takes files of the ranks: their
-    stacks, their errors, and what they note for the search for silent mistakes. A forked rank has its imports done,
-    which saves two seconds of a processor at each start.
+    processes: list[psutil.Process]
+    store: Any  # a torch.distributed.TCPStore
+
+
+def start_ranks(script: str, args: argparse.Namespace, flags: list[str], folder: Path) -> StartedRanks:
+    """Fork the ranks from this process, and start their store. The arguments are those of ``run``.
+
+    A forked rank has its imports done, which saves two seconds of a processor at each start.
     """
     world_size = args.gpus * args.nodes
     set_defaults(world_size)  # before the import of torch, which reads some of these variables
     import torch._dynamo  # otherwise each rank would import it: an optimizer's constructor does
 
-    from helpers.rehearsal import mistakes, rank
+    from helpers.rehearsal import rank
 
-    # The socket of the store in which the ranks find each other. The system picks a free port.
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    # The store's socket. The system picks a free port.
+    host = "127.0.0.1"
+    with socket.create_server((host, 0)) as server:
+        _, port = server.getsockname()
 
         def be_rank(number: int) -> None:
             """What a forked process does. It ends in rank.main."""
@@ -131,17 +138,28 @@ def run(script: str, args: argparse.Namespace, flags: list[str], folder: Path) -
         # The store starts after the forks, because it has threads, which a fork would not copy. The ranks may have
         # connected to the socket by now, and have waited there.
         store = torch.distributed.TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
         )
-    trouble = wait(ranks, folder, args.timeout)
+    return StartedRanks(ranks, store)
+
+
+def run(script: str, args: argparse.Namespace, flags: list[str], folder: Path) -> int:
+    """Run a script on ranks that are forked from this process, and wait for them.
+
+    Returns the exit status: 0, or that of the rank that failed first, or 1 if the ranks hung or a silent mistake was
+    found. ``args`` are those of ``rehearse``, ``flags`` those of the script. ``folder`` takes files of the ranks: their
+    stacks, their errors, and what they note for the search for silent mistakes.
+    """
+    started = start_ranks(script, args, flags, folder)
+    from helpers.rehearsal import mistakes  # here, because it imports torch
+
+    trouble = wait(started.processes, folder, args.timeout)
     if trouble is not None:
         print(trouble.message, file=sys.stderr, flush=True)
-        end(ranks)
-    del store  # the ranks needed it until now
-    if trouble is not None:
+        end(started.processes)
         # Silent mistakes are not looked for: the ranks' notes are incomplete, and the script has a known error.
         return trouble.status
-    comparison = mistakes.compare_notes(folder, world_size, args.allow)
+    comparison = mistakes.compare_notes(folder, len(started.processes), args.allow)
     mistakes.write_section(comparison, args.json)
     if comparison.has_mistakes:
         return 1

@@ -37,10 +37,11 @@ ORIGINAL_GENERATOR: Any = torch.Generator
 
 
 class StandIn(type(ORIGINAL_GENERATOR)):  # type: ignore[misc]
-    """A metaclass for a class in the place of torch's ``original``: isinstance and == take the two for one class.
+    """A metaclass for a class that takes the place of a class of torch, the ``original``: both count as one class.
 
-    torch's C++ makes instances of the original, such as ``tensor.device``. A program that asks whether one of them is
-    a torch.device, or has torch.device as the key of a dict, then finds the class that has taken its place.
+    torch's C++ still makes instances of the original, such as ``tensor.device``. But the name torch.device now means
+    the other class. ``isinstance(tensor.device, torch.device)`` and ``type(tensor.device) == torch.device`` have to be
+    true nevertheless.
     """
 
     original: Any
@@ -57,14 +58,14 @@ class StandIn(type(ORIGINAL_GENERATOR)):  # type: ignore[misc]
 
 
 def accept_number(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of torch whose first argument is a device, so that it takes a GPU's number for one: 1 is cuda:1.
+    """Wrap a function of torch whose first argument is a device, so that the device may be a number: 1 for cuda:1.
 
-    For a number, torch's C++ asks which accelerator the build is for, and a build for CPUs is for none. So the number
-    becomes text before C++ sees it.
+    torch's C++ takes a number for a device of the accelerator that the build is for. A build for CPUs is for none, so
+    C++ would raise an error. That is why the wrapper turns the number into text.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        """Takes the place of ``original``: the device is the first argument, or the one of this name."""
+        """In the place of ``original``. The device is the first argument, or the argument that is called ``device``."""
         # Not isinstance(..., int): a bool is an int as well, and names no GPU.
         if args and type(args[0]) is int:
             number, *other_args = args
@@ -108,7 +109,7 @@ class Generator(ORIGINAL_GENERATOR, metaclass=StandIn):
 
 
 def patch() -> None:
-    """Let torch take a GPU's number for a device, and have generators of random numbers on pretended GPUs."""
+    """Let torch accept a GPU's number as a device, and make generators of random numbers on pretended GPUs."""
     replace(torch, device=device, Generator=Generator)
     # Module.to, and Tensor.to in ``placement``, read their arguments with this function.
     replace(torch._C._nn, _parse_to=accept_number(torch._C._nn._parse_to))
@@ -143,10 +144,10 @@ def is_gpu(device: Device) -> bool:
 
 
 def gpu_of(device: Device = None) -> int:
-    """The number of the GPU that a device argument means: the current one, where it names none.
+    """The number of the GPU that a device argument means, such as 1 for "cuda:1". None and "cuda" mean the current one.
 
-    Raises CUDA's RuntimeError for a GPU that the node lacks, and in a process that was forked from one that had used a
-    GPU. Who asks for a GPU uses it, so CUDA counts as initialized from now on.
+    From this call on CUDA counts as initialized, because whoever asks for a GPU uses it. Raises CUDA's RuntimeError for
+    a GPU that the node does not have, and in a process that was forked from one that had used a GPU.
     """
     if Node.in_bad_fork:
         raise gpu_error(BAD_FORK)

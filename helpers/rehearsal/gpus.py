@@ -35,11 +35,16 @@ SUCCESS = 0  # what the functions of CUDA's runtime return
 
 
 def returning(value: Any) -> Callable[..., Any]:
-    """A function that takes any arguments and always returns this value, to stand for one of torch.cuda.
+    """Make a function that takes any arguments and returns this value. It takes the place of one of torch.cuda.
 
-    It is a new one each time, because torch._dynamo wants that.
+    Each name of torch.cuda gets a function of its own: torch._dynamo has a rule for each name, and raises an error if
+    one function has two different rules.
     """
-    return lambda *args, **kwargs: value
+
+    def return_value(*args: Any, **kwargs: Any) -> Any:
+        return value
+
+    return return_value
 
 
 class Stream:
@@ -92,7 +97,7 @@ class ExternalStream(Stream):
 
 
 class Event:
-    """torch.cuda.Event for a pretended GPU. It notes the host's time."""
+    """torch.cuda.Event for a pretended GPU. It records the time of the host's clock."""
 
     query = returning(True)  # what was called before it is done
     wait = returning(None)
@@ -109,7 +114,7 @@ class Event:
         COUNTS.count(WAIT, "event.synchronize")
 
     def elapsed_time(self, end: "Event") -> float:
-        """Milliseconds between two records by the host's clock: the CPU's work took them, not a GPU's."""
+        """The milliseconds between the records of this event and ``end``: how long the CPU took, not a GPU."""
         if not (self.enable_timing and end.enable_timing):
             raise gpu_error("Both events must be created with argument 'enable_timing=True'.", ValueError)
         if self.time is None or end.time is None:
@@ -118,7 +123,7 @@ class Event:
 
 
 class AnyStream(metaclass=StandIn):
-    """torch.Stream, of which a pretended stream counts as an instance."""
+    """In the place of torch.Stream. ``isinstance(stream, torch.Stream)`` is true for a pretended stream, too."""
 
     original = torch.Stream
     pretended = Stream
@@ -131,7 +136,7 @@ class AnyStream(metaclass=StandIn):
 
 
 class AnyEvent(metaclass=StandIn):
-    """torch.Event, of which a pretended event counts as an instance."""
+    """In the place of torch.Event. ``isinstance(event, torch.Event)`` is true for a pretended event, too."""
 
     original = torch.Event
     pretended = Event
@@ -156,16 +161,19 @@ class MemPool:
 
 
 def exchange(index: int) -> int:
-    """Make a GPU the current one, and return the number of the one before. A number below 0 changes nothing."""
-    before = Node.current
+    """Make a GPU the current one, and return the number of the GPU that was current before.
+
+    A number below 0 changes nothing, as with CUDA.
+    """
+    previous = Node.current
     if index >= 0:
         Node.current = gpu_of(index)
-    return before
+    return previous
 
 
 @dataclass(frozen=True)
 class Properties:
-    """Made-up answers for torch.cuda.get_device_properties: those of an H100."""
+    """What torch.cuda.get_device_properties returns for a pretended GPU: the numbers of an H100."""
 
     pci_bus_id: int
     uuid: str
@@ -192,7 +200,7 @@ class Properties:
 
 
 def properties(device: Device = None) -> Properties:
-    """torch.cuda.get_device_properties. The uuid tells the GPUs of a job apart: by the node's number, and its own."""
+    """torch.cuda.get_device_properties. Each GPU of a job has its own uuid, such as "GPU-1-0" for GPU 0 on node 1."""
     index = gpu_of(device)
     node = os.environ.get("GROUP_RANK", "0")
     return Properties(pci_bus_id=index, uuid=f"GPU-{node}-{index}")
@@ -212,12 +220,13 @@ def get_rng_state(device: Device = None) -> torch.Tensor:
 def set_rng_state(state: torch.Tensor, device: Device = None) -> None:
     """torch.cuda.set_rng_state, for a state that ``get_rng_state`` has returned.
 
-    A state of 16 bytes is one of these. A longer one is that of a CPU's generator, and is left.
+    Such a state has 16 bytes. A longer one comes from a CPU's generator, and changes nothing here.
     """
-    if state.numel() == 16:
-        seed, offset = state.cpu().view(torch.int64).tolist()
-        Node.random_seed = seed
-        Node.random_offset = offset
+    if state.numel() != 16:
+        return
+    seed, offset = state.cpu().view(torch.int64).tolist()
+    Node.random_seed = seed
+    Node.random_offset = offset
 
 
 def set_sync_debug_mode(debug_mode: int | str) -> None:
@@ -257,9 +266,9 @@ def init() -> None:
 
 
 def memory_stats(device: Device = None) -> dict[str, int]:
-    """CUDA's counts of memory, by their names: all 0, because a pretended GPU's memory is the host's.
+    """CUDA's counts of memory by their names, such as "allocated_bytes.all.peak". All are 0: the memory is the host's.
 
-    A name that only another PyTorch has is 0 as well, because the dict makes up what it lacks.
+    A name that only another version of PyTorch has is 0 as well, because the dict is a defaultdict.
     """
     counts: dict[str, int] = defaultdict(int)
     for unit in MEMORY_UNITS:
@@ -322,11 +331,11 @@ def follow_tables() -> None:
 
 
 def replace_name(qualified_name: str, function: Callable[..., Any]) -> None:
-    """Replace a name of torch.cuda by a function, wherever torch has it; ``qualified_name`` as "nvtx.mark".
+    """Put a function in the place of a name of torch.cuda, such as "nvtx.mark", in each module that has the name.
 
-    A class stays, because programs ask isinstance: the function replaces what makes its instances. Only the sparse
-    types are replaced themselves, because torch's C++ has made them, and they take no attribute. A name that this
-    PyTorch lacks is left out.
+    - Of a class only ``__new__`` is replaced, because programs use the class in isinstance.
+    - The sparse types are replaced themselves: torch's C++ has made these classes, and they take no attribute.
+    - A name that this PyTorch does not have is left out.
     """
     submodule, _, name = qualified_name.rpartition(".")  # "nvtx" and "mark"; for "empty_cache" the first is ""
     try:
@@ -348,7 +357,7 @@ def replace_name(qualified_name: str, function: Callable[..., Any]) -> None:
 
 
 def note_fork() -> None:
-    """Python calls this in a process that the script has forked. If a GPU was used before, the process has none."""
+    """Python calls this in a process that the script has forked. CUDA does not work there if a GPU was used before."""
     Node.in_bad_fork = Node.initialized
 
 
@@ -394,7 +403,9 @@ def patch_torch_cuda() -> None:
     }
     submodules = (torch.cuda.graphs, torch.cuda.memory, torch.cuda.profiler, torch.cuda.random, torch.cuda.streams)
     for module in (torch.cuda, *submodules):
-        replace(module, **{name: stub for name, stub in stubs.items() if hasattr(module, name)})
+        for name, stub in stubs.items():
+            if hasattr(module, name):
+                setattr(module, name, stub)
     replace(torch, Stream=AnyStream, Event=AnyEvent)
     Node.initialized = False  # the generators above have used the GPUs, and the script has not
 
@@ -413,7 +424,8 @@ def patch_accelerator() -> None:
         "synchronizeDevice": synchronize,
         "isAllocatorInitialized": returning(False),
     }
-    replace(torch._C, **{f"_accelerator_{name}": stub for name, stub in accelerator.items()})
+    for name, stub in accelerator.items():
+        setattr(torch._C, f"_accelerator_{name}", stub)
     # FSDP's mesh and the backend of a process group ask these functions.
     replace(torch._C, _get_accelerator=lambda check=None: gpu, _cuda_getDevice=lambda: Node.current)
     replace(torch._C, _cuda_setDevice=exchange)

@@ -102,7 +102,7 @@ def patch_tensor_types() -> None:
 
 
 def kernel(operator: Any) -> Callable[..., torch.Tensor]:
-    """A CUDA kernel for an operator that makes a tensor: the CPU makes it, and a pretended tensor is put around it."""
+    """A CUDA kernel for an operator that makes a tensor. It makes the tensor on the CPU, in a pretended tensor."""
 
     def make(*args: Any, device: Device = None, pin_memory: bool | None = None, **kwargs: Any) -> torch.Tensor:
         # ``pin_memory`` is left out, because only memory of the host can be pinned.
@@ -113,7 +113,7 @@ def kernel(operator: Any) -> Callable[..., torch.Tensor]:
 
 
 def default_device() -> torch.device | None:
-    """The device of ``with torch.device(…)`` or torch.set_default_device, or None."""
+    """The device that ``with torch.device(…)`` or torch.set_default_device has chosen, or None."""
     # The innermost ``with`` counts, which torch has put on this stack last.
     for mode in reversed(_get_current_function_mode_stack()):
         if isinstance(mode, DeviceContext):
@@ -122,9 +122,10 @@ def default_device() -> torch.device | None:
 
 
 def implied_device(name: str, source: torch.Tensor | None) -> Device:
-    """Where torch's function ``name`` makes a tensor if its call names no device; None where torch finds that itself.
+    """The device on which a function of torch makes a tensor if the call names none. None: torch finds it by itself.
 
-    ``source`` is the tensor that the call has as its first argument, or None where it has none, as torch.zeros.
+    ``name`` is the function's, such as "zeros". ``source`` is the tensor that the call has as its first argument, or
+    None if it has none, as in torch.zeros(3).
     """
     if source is None:
         return default_device()
@@ -245,7 +246,7 @@ def may_share_data(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class Copy(torch.autograd.Function):
-    """A copy of a tensor on GPU ``index``, or on the host for None. Its gradient goes back to where the tensor is."""
+    """Copies a tensor to GPU ``index``, or to the host for None. The gradient is copied back to the tensor's device."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, index: int | None) -> torch.Tensor:
@@ -423,13 +424,13 @@ class TensorType(type):
 
 
 def set_default_tensor_type(type_: Any) -> None:
-    """torch.set_default_tensor_type, which for a type of GPUs sets the default device too."""
+    """In the place of torch.set_default_tensor_type. A type of GPUs, torch.cuda.FloatTensor, also sets the device."""
     name = type_name(type_)
-    device = None
-    if ".cuda." in name:
-        device = "cuda"
     torch.set_default_dtype(dtype_of(name))
-    torch.set_default_device(device)
+    if ".cuda." in name:
+        torch.set_default_device("cuda")
+    else:
+        torch.set_default_device(None)
 
 
 def type_as(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -485,21 +486,22 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 
 
 def device_to_load_to(map_location: Any) -> Device:
-    """The device for all pretended tensors of a file, by torch.load's ``map_location``. None: the one they had.
+    """The device to which a torch.load with this ``map_location`` brings all pretended tensors of a file.
 
-    A ``map_location`` may be a device, a dict such as {"cuda:0": "cuda:1"}, of which the first value counts here, or a
-    function, such as ``lambda storage, location: storage``. That one keeps all on the CPU, and so do others here.
+    - A device is meant for all tensors. None leaves each on the device that it had.
+    - Of a dict such as {"cuda:0": "cuda:1"} only the first value counts here.
+    - A function, such as ``lambda storage, location: storage``, brings all tensors to the CPU here.
     """
     device = map_location
     if isinstance(map_location, dict):
-        device = next(iter(map_location.values()))
+        device, *_ = map_location.values()
     if callable(device):
-        device = "cpu"
+        return "cpu"
     return device
 
 
 def leave_eager(model: Any = None, **kwargs: Any) -> Any:
-    """torch.compile: it cannot trace a pretended tensor, so it returns the model or function itself, uncompiled."""
-    if model is None:  # @torch.compile(mode=…) calls what it gets here with the function below it
+    """In the place of torch.compile, which cannot trace a pretended tensor: return the model or function uncompiled."""
+    if model is None:  # @torch.compile(mode=…): what this returns is then called with the decorated function
         return leave_eager
     return model

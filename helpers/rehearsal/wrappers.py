@@ -35,6 +35,9 @@ class Buckets:
 
 
 ORIGINAL_APPLY: Any = nn.Module._apply
+ORIGINAL_BACKWARD: Any = torch.autograd._engine_run_backward
+ORIGINAL_DDP_FORWARD: Any = DistributedDataParallel.forward
+ORIGINAL_DDP_INIT: Any = DistributedDataParallel.__init__
 ORIGINAL_GROUPING: Any = torch._C._group_tensors_by_device_and_dtype
 DDP_GROUPS: list[Any] = []  # the pretended NCCL of each DDP model
 BUCKETS: dict[nn.Module, Buckets] = {}  # of each DDP model, for the report
@@ -55,52 +58,59 @@ def patch_ddp() -> None:
     """Let DDP work with pretended tensors, count its all-reduces, and say who did not come to them.
 
     DDP averages gradients in C++, during the backward pass. So its constructor, its forward pass and the function that
-    starts every backward pass are wrapped.
+    starts every backward pass are replaced.
     """
-    original_init = DistributedDataParallel.__init__
-    original_forward = DistributedDataParallel.forward
-    original_backward: Any = torch.autograd._engine_run_backward
-
-    def init(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        """DDP's constructor, which also keeps the group, whose ranks may be missing in a backward pass."""
-        # DDP's C++ makes buckets on the CPU. Gradients that are views of the buckets would be CPU tensors.
-        kwargs["gradient_as_bucket_view"] = False
-        original_init(self, module, *args, **kwargs)
-        pretended_nccl = nccl.nccl_of(self.process_group)
-        if pretended_nccl is not None and pretended_nccl not in DDP_GROUPS:
-            DDP_GROUPS.append(pretended_nccl)
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """DDP's forward pass, at which the ranks compare what DDP will do in C++."""
-        pretended_nccl = nccl.nccl_of(self.process_group)
-        if pretended_nccl is None:  # DDP over gloo alone: nothing is pretended
-            return original_forward(self, *args, **kwargs)
-        # In DDP's join a rank without inputs takes part as well, in C++, where it cannot announce its calls.
-        if self.will_sync_module_buffers() and not self._join_config.enable:
-            pretended_nccl.announce("DDP's broadcast of buffers")
-        with explained([pretended_nccl]):
-            output = original_forward(self, *args, **kwargs)
-        averages_gradients = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if averages_gradients:
-            count_reduction(self, pretended_nccl, output)
-        return output
-
-    def run_backward(*args: Any, **kwargs: Any) -> Any:
-        # A backward pass does not say which models it comes through, so all groups of DDP are asked.
-        with explained(DDP_GROUPS):
-            return original_backward(*args, **kwargs)
-
-    replace(DistributedDataParallel, __init__=init, forward=forward)
+    replace(DistributedDataParallel, __init__=init_ddp, forward=forward_of_ddp)
     replace(torch.autograd, _engine_run_backward=run_backward)
     for name in ("buffer", "gradients"):  # methods by which a comm hook gets a bucket's tensors
         replace(dist.GradBucket, **{name: of_this_gpu(getattr(dist.GradBucket, name))})
 
 
+def init_ddp(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+    """In the place of DDP's constructor. It also keeps the model's group for ``run_backward``.
+
+    DDP's C++ makes its buckets on the CPU. If the gradients were views of the buckets, they would be CPU tensors, so
+    they are not, whatever the script asks for.
+    """
+    kwargs["gradient_as_bucket_view"] = False
+    ORIGINAL_DDP_INIT(self, module, *args, **kwargs)
+    pretended_nccl = nccl.nccl_of(self.process_group)
+    if pretended_nccl is not None and pretended_nccl not in DDP_GROUPS:
+        DDP_GROUPS.append(pretended_nccl)
+
+
+def forward_of_ddp(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """In the place of DDP's forward pass, at which the ranks compare what DDP will do in C++."""
+    pretended_nccl = nccl.nccl_of(self.process_group)
+    if pretended_nccl is None:  # DDP over gloo alone: nothing is pretended
+        return ORIGINAL_DDP_FORWARD(self, *args, **kwargs)
+    # In DDP's join a rank without inputs takes part as well, in C++, where it cannot announce its calls.
+    is_in_join = self._join_config.enable
+    if self.will_sync_module_buffers() and not is_in_join:
+        pretended_nccl.announce("DDP's broadcast of buffers")
+    with explained([pretended_nccl]):
+        output = ORIGINAL_DDP_FORWARD(self, *args, **kwargs)
+    averages_gradients = torch.is_grad_enabled() and self.require_backward_grad_sync
+    if averages_gradients:
+        count_reduction(self, pretended_nccl, output)
+    return output
+
+
+def run_backward(*args: Any, **kwargs: Any) -> Any:
+    """In the place of the function with which torch starts a backward pass.
+
+    A backward pass does not say through which models it goes. So if it loses a peer, all groups of DDP models are asked
+    which ranks did not come.
+    """
+    with explained(DDP_GROUPS):
+        return ORIGINAL_BACKWARD(*args, **kwargs)
+
+
 @contextlib.contextmanager
 def explained(groups: list[Any]) -> Iterator[None]:
-    """A context for calls of DDP: if its C++ loses a peer there, it raises which ranks of a group did not come.
+    """A context for calls of DDP. If its C++ loses a peer there, the error says which ranks of a group did not come.
 
-    ``groups`` are the pretended NCCLs that may have lost the peer. Other errors pass.
+    ``groups`` are the pretended NCCLs that may have lost the peer. Any other error is raised as it is.
     """
     try:
         yield
@@ -150,20 +160,21 @@ def patch_dtensor() -> None:
 
 
 def fake_tensor(spec: Any) -> torch.Tensor:
-    """A tensor of a DTensor's shape and type, without values, with which torch finds the shape of an operator's result.
+    """Make a tensor with the shape and type of a DTensor, for torch to find out the shape of an operator's result.
 
-    ``spec`` is the DTensor's. torch's own function makes the tensor on the mesh's device, where in-place random numbers
-    ask a build for CPUs for CUDA. So it is on the CPU here.
+    ``spec`` is the DTensor's. torch's own function makes such a tensor on the mesh's device, a GPU. An operator such as
+    ``normal_`` would then ask for CUDA, which a build for CPUs does not have. So it is made on the CPU here.
     """
     meta = spec.tensor_meta
     return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="cpu")
 
 
 def allow_sharding(operator: Any, results: int, tensors: int) -> None:
-    """Tell DTensor that the CPU's fused attention can be split by sequences or by heads, as it knows of the GPU's.
+    """Tell DTensor that an operator of the CPU's fused attention can be split by sequences or by heads.
 
-    ``results`` and ``tensors`` are the numbers of its results and of the tensors among its arguments. Their dimension 0
-    is that of the sequences, and 1 that of the heads. Results and arguments are all split in the same way.
+    DTensor knows this of the GPU's operators only. ``results`` is how many tensors the operator returns, and
+    ``tensors`` how many it takes. All of them are split in the same way. In each, dimension 0 is that of the sequences,
+    and dimension 1 that of the heads.
     """
     other_arguments = [None, None]  # dropout's probability, and whether the attention is causal
     shardings = []
@@ -175,10 +186,13 @@ def allow_sharding(operator: Any, results: int, tensors: int) -> None:
 
 
 def of_this_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method that returns CPU tensors of DDP's C++, so that it returns pretended tensors that share them."""
+    """Wrap a method that returns CPU tensors of DDP's C++. The wrapper returns pretended tensors with their memory."""
+
+    def on_current_gpu(tensor: torch.Tensor) -> torch.Tensor:
+        return CudaTensor(tensor, Node.current)
 
     def call(self: Any) -> Any:
-        return map_tensors(original(self), lambda tensor: CudaTensor(tensor, Node.current))
+        return map_tensors(original(self), on_current_gpu)
 
     return call
 
@@ -225,10 +239,11 @@ def note_buckets(model: Any) -> None:
 
 
 def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Module._apply, with which a module moves to a device. It first cuts computed attributes off their graphs.
+    """In the place of Module._apply, with which a module moves to a device. First it detaches computed attributes.
 
-    A parameter moves by ``set_values``, whose swap fails while anything else refers to the parameter. torch's older
-    weight_norm keeps the weight that it has computed as an attribute, and the weight's graph refers to the parameters.
+    torch's older weight_norm computes the weight in each forward pass, and keeps it as an attribute of the module. The
+    weight's graph refers to the parameters from which it was computed. A parameter moves by ``set_values``, which fails
+    while anything else refers to the parameter.
     """
     # The list holds names, because a variable that held a tensor would refer to it as well.
     computed = [name for name, value in vars(self).items() if isinstance(value, torch.Tensor) and value.grad_fn]
@@ -238,11 +253,11 @@ def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def group_tensors(tensors: Any, with_indices: bool) -> dict[Any, Any]:
-    """Group tensors by device and dtype, as gradient clipping and optimizers ask torch's C++ for it.
+    """In the place of torch's C++ function that groups tensors by device and dtype, for optimizers and for clipping.
 
     ``tensors`` are lists of the same length: parameters, their gradients and so on. The result is {(device, dtype):
     (for each list the tensors of the group, the places of these in the list)}. C++ takes every pretended tensor for one
-    on the CPU, so the device in the key is replaced by the tensors' own.
+    on the CPU, so this puts the tensors' own device into the key.
     """
     groups = {}
     for (device_in_cpp, dtype), (lists, indices) in ORIGINAL_GROUPING(tensors, with_indices).items():
@@ -260,9 +275,9 @@ def group_tensors(tensors: Any, with_indices: bool) -> dict[Any, Any]:
 def own_random_numbers(self: Any, spec: Any, generator: torch.Generator | None = None) -> Iterator[None]:
     """In the place of a context of torch, in which random numbers for this rank's part of a DTensor are drawn.
 
-    Different shards get different numbers, and replicas of a shard equal ones, as on GPUs. There the generator can
+    Different shards get different numbers, and replicas of a shard get equal ones, as on GPUs. A GPU's generator can
     begin at any offset of its sequence, and torch computes the offset of each shard. The CPU's generator cannot, so it
-    gets a seed that is made of that offset. ``self`` is torch's tracker of offsets, ``spec`` says how the DTensor is
+    gets a seed that is made of the offset. ``self`` is torch's tracker of offsets, and ``spec`` says how the DTensor is
     divided.
     """
     if generator is not None or not self.distribute_region_enabled:

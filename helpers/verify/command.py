@@ -96,21 +96,22 @@ def verify(args: argparse.Namespace, folder: Path, end: float) -> int:
     only_probes = bool(args.probes) and not args.chapters
     if not only_probes:
         scripts = scripts_of(args.chapters or [], folder / "scripts")
-    launcher = Launcher(
-        ranks=args.gpus or 2,  # It is replaced below, when it is known how many GPUs there are.
+
+    launcher_of_machine = Launcher(
+        ranks=args.gpus or 2,  # in a rehearsal, how many GPUs are pretended
         rehearsal=args.rehearsal,
         folder=logs,
         end=end,
         threads=os.environ.get("OMP_NUM_THREADS", ""),
     )
-    machine = machine_of(launcher)
+    machine = machine_of(launcher_of_machine)
     reason = obstacle(machine, args.gpus)
     if reason:
         raise ValueError(reason)
 
     gpus = args.gpus or len(machine.gpus)
     ranks_of_scripts = max(number for number in NUMBERS_OF_RANKS if number <= gpus)
-    launcher = replace(launcher, ranks=ranks_of_scripts)
+    launcher = replace(launcher_of_machine, ranks=ranks_of_scripts)
     planned_steps = steps_to_take(args, launcher, gpus, scripts)
     record = Record(facts_of(machine, launcher), predictions_for(machine.gpus[0], gpus))
     say("machine", f"{machine}; scripts on {launcher.ranks}")
@@ -118,6 +119,7 @@ def verify(args: argparse.Namespace, folder: Path, end: float) -> int:
     if steps_left:
         say("left", f"{len(steps_left)} steps after {args.minutes:g} minutes: {' '.join(steps_left)}")
     say("page", str(args.out / "page.md"))
+
     something_differs = any(step.differences for step in record.steps.values())
     a_probe_failed = any(probe.trouble for probe in record.probes.values())
     if steps_left or something_differs or a_probe_failed:

@@ -134,7 +134,7 @@ class Launcher:
         folder = self.folder / name
         folder.mkdir()
         # If the verification itself is only rehearsed, the run on "GPUs" gets pretended ones, too.
-        on_pretended_gpus = kind == "rehearsed" or (self.rehearsal and kind != "gloo")
+        on_pretended_gpus = kind == "rehearsed" or (self.rehearsal and kind == "GPUs")
 
         if kind == "rehearsed":
             program = str(script)

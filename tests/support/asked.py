@@ -10,10 +10,12 @@ from helpers.export.facts import facts_at
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "book" / "questions.md"
 SEARCHES = ROOT / "tests" / "search_questions.txt"
+# A link to a section of a notebook: [DDP](../notebooks/04_topic.ipynb#a-section)
 LINK = r"\[[^\]]+\]\(\.\./(?P<page>[\w/]+)\.ipynb#(?P<anchor>[^)]+)\)"
+# A row of the page's tables: | A question? | An answer in words: [DDP](…) | `id-of-a-cell`, {cite}`a-work` |
 ROW = re.compile(rf"\| (?P<text>.+?) \| (?P<answer>.+[.:]) {LINK} \| (?P<proof>.+) \|")
 LINK_OR_CITATION = re.compile(r"\[.*?\]\(.*?\)|\{cite\}`.*?`")
-CELL = re.compile(r"`([^`]+)`")
+CELL = re.compile(r"`([^`]+)`")  # the id of a cell
 
 
 @dataclass(frozen=True)
@@ -28,19 +30,34 @@ class Question:
     sources: list[str]  # links and citations for what no cell can show
 
 
-def read_question(line):
-    row = ROW.fullmatch(line)
-    references = LINK_OR_CITATION.findall(row["proof"])
-    sources = [reference for reference in references if "](http" in reference or reference.startswith("{cite}")]
-    cells = CELL.findall(LINK_OR_CITATION.sub("", row["proof"]))
-    return Question(row["text"], row["answer"], row["page"], row["anchor"], cells, sources)
+def read_question(row):
+    """The Question in a row of the page's tables. A row looks as it is shown above ROW."""
+    parts = ROW.fullmatch(row)
+    proof = parts["proof"]
+    sources = []
+    for reference in LINK_OR_CITATION.findall(proof):
+        is_link_to_the_web = "](http" in reference
+        is_citation = reference.startswith("{cite}")
+        if is_link_to_the_web or is_citation:
+            sources.append(reference)
+    without_references = LINK_OR_CITATION.sub("", proof)
+    return Question(
+        text=parts["text"],
+        answer=parts["answer"],
+        page=parts["page"],
+        anchor=parts["anchor"],
+        cells=CELL.findall(without_references),
+        sources=sources,
+    )
 
 
 QUESTIONS = [read_question(line) for line in PAGE.read_text(encoding="utf-8").splitlines() if ".ipynb#" in line]
 
 
 def searches():
-    """{what readers type: {name of a page: a pattern of a heading}}: any of these headings is a right answer.
+    """What readers type into the search, and the headings that answer it: {search: {page: pattern of a heading}}.
+
+    Any of the headings is a right answer. For example, {"resume training": {"04_topic": "Resume"}}.
 
     A notebook says in its metadata (``book.searches``) what it alone answers. What several pages answer, or one without
     a notebook, is in search_questions.txt: the search, and below it, indented, the answers.
@@ -62,7 +79,7 @@ def searches():
 
 
 def name_of(page):
-    """The name of a page's file: of a chapter, search_questions.txt has the number."""
+    """The name of a page's file, without its suffix. A chapter is given by its number alone, such as ``10b``."""
     if page[0].isdigit():
         return find_notebook(page).stem
     return page

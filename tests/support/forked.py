@@ -29,12 +29,21 @@ AT_ADDRESS = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-add
 
 
 class Work(NamedTuple):
-    """What a fork does: ``function(words)`` of a module that it imports, in a folder."""
+    """What a fork does: it goes to a folder, imports a module, and calls a function of it with a list of words."""
 
     module: str
     function: str
     words: list
     folder: str
+
+
+class Ended(NamedTuple):
+    """How a process has ended, with all that it started."""
+
+    status: int | None  # its exit status; None if it hung until the time was up, and was killed
+    out: str  # what was written to stdout
+    errors: str  # what was written to stderr
+    left: list | dict  # the processes that it left running, which were killed then; empty if there were none
 
 
 def script_alone(script, *flags):
@@ -43,7 +52,7 @@ def script_alone(script, *flags):
 
 
 def script_on_ranks(script, nproc, *flags):
-    """``torchrun script flags`` on ``nproc`` ranks, which are forked too, in the script's folder."""
+    """``torchrun script flags`` with ``nproc`` ranks, in the script's folder. The ranks are forks, too."""
     words = [f"--nproc-per-node={nproc}", *AT_ADDRESS, str(script), *map(str, flags)]
     return Work("forked_torchrun", "main", words, str(script.parent))
 
@@ -54,20 +63,24 @@ def command(*words):
 
 
 def forked(work, environment, timeout=240):
-    """(exit status, stdout, stderr, processes that it left). The status is None if it was killed after ``timeout``."""
+    """Do a Work in a fork with these environment variables, and wait for its end, ``timeout`` seconds at most.
+
+    Returns an Ended.
+    """
     return Forked(work, environment).end(timeout)
 
 
 class Forked:
-    """A fork that works, and the files that take what it prints. End it with ``end``."""
+    """A fork that does a Work while the test goes on. ``end`` waits for it and says how it ended."""
 
     def __init__(self, work, environment):
-        self.output = tempfile.TemporaryDirectory()
-        self.watch, pipe = context.Pipe(duplex=False)
+        self.output = tempfile.TemporaryDirectory()  # for the files with what the fork prints
+        # The fork and all that it forks hold the other end of this pipe open, so it ends when the last of them has.
+        self.pipe, pipe_of_forks = context.Pipe(duplex=False)
         warm()
-        with without_main(), pipe:
+        with without_main(), pipe_of_forks:
             environment = {"OMP_NUM_THREADS": "1", **environment}
-            self.process = context.Process(target=do_work, args=(work, environment, self.output.name, pipe))
+            self.process = context.Process(target=do_work, args=(work, environment, self.output.name, pipe_of_forks))
             self.process.start()
         self.pid = self.process.pid
 
@@ -75,7 +88,7 @@ class Forked:
         return not self.process.is_alive()
 
     def session(self):
-        """The processes of the fork's session, itself among them: torchrun's ranks, and what a script starts."""
+        """The process ids of the fork and of all that it started, such as torchrun's ranks: they share a session."""
         pids = []
         for pid in psutil.pids():
             with contextlib.suppress(ProcessLookupError):
@@ -84,22 +97,26 @@ class Forked:
         return pids
 
     def left(self):
-        """The processes that are left: the session's, or "a fork" where one has left the session and holds the pipe."""
+        """The process ids of what still runs. It is ["a fork"] if a fork runs that has left the session."""
         pids = self.session()
         if pids:
             return pids
-        pipe_has_ended = self.watch.poll()
+        pipe_has_ended = self.pipe.poll()
         if pipe_has_ended:
             return []
         return ["a fork"]
 
     def end(self, timeout=240):
-        """Wait for the end. Returns what ``forked`` returns."""
+        """Wait for the end, ``timeout`` seconds at most, and remove the fork's files. Returns an Ended.
+
+        If the time was up, the Ended's ``errors`` also have the stack of each process.
+        """
         self.process.join(timeout)
         status = self.process.exitcode
         stacks = ""
         if status is None:
-            stacks = "".join(stack_of(pid) for pid in self.session())
+            for pid in self.session():
+                stacks += stack_of(pid)
             self.process.terminate()  # a rehearsal then ends its ranks
             self.process.join(10)
         leftovers.wait_until(lambda: not self.left())
@@ -109,30 +126,34 @@ class Forked:
                 os.kill(pid, signal.SIGKILL)
         self.process.join()
         self.process.close()
-        self.watch.close()
+        self.pipe.close()
         out = Path(self.output.name, "out").read_text()
         errors = Path(self.output.name, "errors").read_text() + stacks
         self.output.cleanup()
-        return status, out, errors, left
+        return Ended(status, out, errors, left)
 
 
 def stack_of(pid):
-    """Where each thread of a process stands, so that the report of a hang says what hung."""
+    """The stack of each thread of a process, as text, so that the report of a hang says what hung."""
     py_spy = Path(sys.executable).with_name("py-spy")
     dump = subprocess.run([py_spy, "dump", "--native", f"--pid={pid}"], capture_output=True, text=True)
     return dump.stdout + dump.stderr
 
 
-def do_work(work, environment, output, pipe):
-    """Do the work in this fork as a new process would. It and all that it forks hold the pipe open."""
-    import torch  # here: the tests' own process can do without
+def do_work(work, environment, output_folder, pipe):
+    """Do a Work in this fork, as a new process would do it. This is what a Forked's process executes.
+
+    What the forkserver has done and a new process would not have is undone first. ``pipe`` is not used, but this
+    process and all that it forks hold it open.
+    """
+    import torch  # here, because the tests' own process can do without it
 
     os.setsid()
-    write_to(Path(output, "out"), Path(output, "errors"))
-    atexit._clear()  # the forkserver's, which would end its ranks
+    redirect_output(Path(output_folder, "out"), Path(output_folder, "errors"))
+    atexit._clear()  # The forkserver has registered a function that would end its ranks.
     multiprocessing.set_start_method(None, force=True)
     os.chdir(work.folder)
-    os.environ.clear()  # the forkserver has those of its start
+    os.environ.clear()  # The forkserver has the variables of its start.
     os.environ.update(environment)
     tempfile.tempdir = None
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # torch read it when the forkserver imported it
@@ -145,16 +166,20 @@ def do_work(work, environment, output, pipe):
     sys.exit(status)
 
 
-def write_to(out, errors):
-    """From now on, this process and those that it starts print into these two files."""
-    for number, path in ((1, out), (2, errors)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+def redirect_output(out, errors):
+    """From now on, what this process and those that it starts write to stdout and stderr goes to these two files."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    os.dup2(os.open(out, flags), 1)
+    os.dup2(os.open(errors, flags), 2)
     sys.stdout = open(1, "w", buffering=1, closefd=False)
     sys.stderr = open(2, "w", buffering=1, closefd=False)
 
 
 def hide_helpers(sitecustomize):
-    """Run what scripting.stand_alone has written, if it has, which forbids the import of helpers."""
+    """Forbid the import of helpers, if the file sitecustomize.py that scripting.stand_alone writes is there.
+
+    A new Python would run this file at its start. A fork of the forkserver has imported helpers, so they are removed.
+    """
     if sitecustomize.is_file():
         for name in list(sys.modules):
             if name.partition(".")[0] == "helpers":

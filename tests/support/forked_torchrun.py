@@ -1,12 +1,16 @@
 """torchrun with ranks that are forked from its agent, which has imported torch: ``forked_torchrun.py …``.
 
-Arguments, agent, rendezvous, restarts and variables are torchrun's own, but a port that it picks for a store on rank 0
-stays reserved: another program could take it before the store starts. A forked rank has its imports done, which saves
-two seconds of a processor at each start. Use it to test what ranks do between their start and their end: a forked rank
-leaves by os._exit, without atexit handlers. With ``--serve MODULE …`` it imports the modules, which ranks then have,
-and runs one job after the other: each line that it reads is a list of arguments, as JSON, and it prints ``ended`` with
-the job's status, 0 or 1, when the job is over. These ranks do call what they have registered for their exit: else a
-rank that fails would wait for its loader's workers, until the agent kills it after 30 seconds.
+Arguments, agent, rendezvous, restarts and environment variables are torchrun's own. Two things differ:
+
+- A forked rank has its imports done, which saves two seconds of a processor at each start. It leaves by os._exit,
+  without atexit handlers, so use it to test what ranks do between their start and their end.
+- A port that torchrun picks for a store on rank 0 stays reserved. Otherwise another program could take it before the
+  store starts.
+
+With ``--serve MODULE …`` it imports the modules, so that its ranks have them, and runs one job after the other. Each
+line that it reads is a job's list of arguments, as JSON. When the job is over, it prints ``ended 0``, or ``ended 1`` if
+the job has failed. These ranks do call what they have registered for their exit. Otherwise a rank that fails would wait
+for its loader's workers, until the agent kills it after 30 seconds.
 """
 
 import atexit
@@ -17,24 +21,29 @@ import socket
 import sys
 from pathlib import Path
 
-import torch._dynamo  # else every rank would: an optimizer's constructor imports it
+import torch._dynamo  # An optimizer's constructor imports it. Without this line, it would do so in every rank.
 import torch.utils.data
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import api
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
-holders = []
+held_sockets = []  # the socket that is bound to the port of the ranks that run now, or none
 
 
 def get_held_port():
-    """A port for the store of the ranks that start next, which stays bound as in helpers.ranks.ports.hold_port."""
-    while holders:
-        holders.pop().close()
-    holders.append(socket.socket())
-    holders[0].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holders[0].bind(("127.0.0.1", 0))
-    return holders[0].getsockname()[1]
+    """A free port for the store of the ranks that start next. A socket stays bound to it, so no program can take it.
+
+    helpers.ranks.ports.hold_port says why the store can still listen there.
+    """
+    while held_sockets:
+        held_sockets.pop().close()
+    held_socket = socket.socket()
+    held_sockets.append(held_socket)
+    held_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held_socket.bind(("127.0.0.1", 0))
+    _, port = held_socket.getsockname()
+    return port
 
 
 def run_script(script, *flags):
@@ -42,7 +51,8 @@ def run_script(script, *flags):
     sys.argv = [script, *flags]
     sys.path[0] = str(Path(script).parent)
     torch.distributed.set_debug_level_from_env()  # torch read the variable in the agent
-    torch.set_num_threads(torch.get_num_threads())  # else autograd's threads race to renew the pool that a fork breaks
+    # A fork breaks the pool of threads. Without this line, autograd's threads would race to renew it.
+    torch.set_num_threads(torch.get_num_threads())
     runpy.run_path(script, run_name="__main__")
 
 
@@ -56,6 +66,10 @@ def run_script_to_its_exit(script, *flags):
 
 
 def main(arguments, function=run_script):
+    """Run torchrun with these arguments. Each rank calls ``function`` with the script and its flags.
+
+    Exits with torchrun's report if a rank fails.
+    """
     args = parse_args(arguments)
     config, _, _ = config_from_args(args)
     config.start_method = "fork"
@@ -67,6 +81,7 @@ def main(arguments, function=run_script):
 
 
 def serve(modules):
+    """Import these modules. Then run a job for each line of stdin, as the head of this file says."""
     for module in modules:
         importlib.import_module(module)
     for line in sys.stdin:

@@ -13,27 +13,32 @@ from pathlib import Path
 ADDRESSES = {"node0": "10.88.0.1", "node1": "10.88.0.2"}
 INTERFACE = "net0"
 NAMESPACES = ["--net", "--uts", "--mount", "--pid"]
+# What a host's first process executes, with the host's name ($0) and the file for its names ($1). At last it becomes
+# `cat`, which ends when its standard input does, so with the process that has started it.
 SET_UP = 'hostname "$0"; mount --bind "$1" /etc/hosts; ip link set lo up; echo ready; exec cat'
 
 
 class Host:
-    """Namespaces for the network, the host name, mounts and processes. They exist while their first process runs.
+    """A host: namespaces for the network, the host name, mounts and processes, which exist while a first process runs.
 
-    ``addresses`` is {name: address} of what the host can look up; the file for it goes to the folder.
+    ``addresses`` are what the host can look up, as {name: address}. They are written to a file in ``folder``.
     """
 
     def __init__(self, name, folder, addresses):
         self.name = name
-        self.network = None
-        names = Path(folder, f"{name}.hosts")
-        names.write_text("".join(f"{address} {name}\n" for name, address in addresses.items()))
+        self.network = None  # the open file of the network's namespace
+        lines = [f"{address} {name}\n" for name, address in addresses.items()]
+        etc_hosts = Path(folder, f"{name}.hosts")
+        etc_hosts.write_text("".join(lines))
+
         command = ["unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc", "--propagation", "private"]
-        command += ["sh", "-c", SET_UP, name, str(names)]
-        # `cat` ends when its standard input does, so with this process. Then the kernel ends everything on the host.
+        command += ["sh", "-c", SET_UP, name, str(etc_hosts)]
         self.holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         if self.holder.stdout.readline() != b"ready\n":
             self.end()
             raise RuntimeError(f"{' '.join(command)} did not start a host.")
+
+        # The first process of the namespaces is the only child of `unshare`. When it ends, so does all on the host.
         children = Path(f"/proc/{self.holder.pid}/task/{self.holder.pid}/children").read_text()
         self.pid = int(children.split()[0])
         self.network = open(f"/proc/{self.pid}/ns/net")  # While it is open, the cable's other end stays.
@@ -42,28 +47,33 @@ class Host:
         """Run ``ip`` in this host's network, but with the process numbers of this machine."""
         subprocess.run(["nsenter", f"--target={self.pid}", "--net", "--", "ip", *words], check=True, timeout=60)
 
-    def connect(self, address, other, plug=INTERFACE):
-        """Give this host its address, and lay a cable to another host, on which its end is called ``plug``."""
-        other.ip("link", "add", plug, "type", "veth", "peer", "name", INTERFACE, "netns", str(self.pid))
+    def connect(self, address, other, interface_there=INTERFACE):
+        """Lay a cable to another host, and give this host its address. ``interface_there`` is the other end's name."""
+        other.ip("link", "add", interface_there, "type", "veth", "peer", "name", INTERFACE, "netns", str(self.pid))
         self.switch_on(address)
 
     def switch_on(self, address, interface=INTERFACE):
+        """Give one of this host's interfaces its address, and switch it on."""
         self.ip("addr", "add", f"{address}/24", "dev", interface)
         self.ip("link", "set", interface, "up")
 
     def enter(self, command, cwd=None):
-        """The command line that runs a command on this host."""
-        folder = cwd or os.getcwd()
-        return ["nsenter", f"--target={self.pid}", *NAMESPACES, f"--wd={folder}", "--", *map(str, command)]
+        """The command line that runs a command on this host, in this process's folder or another one."""
+        if cwd is None:
+            cwd = os.getcwd()
+        return ["nsenter", f"--target={self.pid}", *NAMESPACES, f"--wd={cwd}", "--", *map(str, command)]
 
     def start(self, command, cwd=None, **options):
-        """Start a command on this host; return its Popen."""
+        """Start a command on this host. Returns its Popen, for which the options are."""
         return subprocess.Popen(self.enter(command, cwd), **options)
 
     def run(self, *command, cwd=None, check=True, timeout=60, **options):
-        """Run a command on this host; return what it prints. Fails with its status and output."""
-        line = self.enter(command, cwd)
-        process = subprocess.run(line, capture_output=True, text=True, timeout=timeout, **options)
+        """Run a command on this host. Returns what it prints to stdout.
+
+        Raises AssertionError with its output if its status is not 0, unless ``check`` is false.
+        """
+        command_here = self.enter(command, cwd)
+        process = subprocess.run(command_here, capture_output=True, text=True, timeout=timeout, **options)
         if check and process.returncode != 0:
             words = " ".join(map(str, command))
             raise AssertionError(f"{words}: status {process.returncode}\n{process.stdout}{process.stderr}")
@@ -79,7 +89,7 @@ class Host:
         self.holder.wait()
         self.holder.stdin.close()
         self.holder.stdout.close()
-        if self.network:
+        if self.network is not None:
             self.network.close()
 
 
@@ -96,14 +106,21 @@ def missing(*programs):
 
 @contextlib.contextmanager
 def two_hosts(names_on_node0=None, names_on_node1=None):
-    """A context with (node0, node1), two hosts that a cable joins; each may look up more {name: address}."""
+    """A context with (node0, node1), two hosts that a cable joins.
+
+    Each can look up both hosts' names. ``names_on_node0`` are what node0 looks up beside or in place of them, as
+    {name: address}.
+    """
+    names = {"localhost": "127.0.0.1", **ADDRESSES}
+    if names_on_node0 is None:
+        names_on_node0 = {}
+    if names_on_node1 is None:
+        names_on_node1 = {}
     with tempfile.TemporaryDirectory(prefix="hosts-") as folder, contextlib.ExitStack() as stack:
-        hosts = []
-        for name, names in (("node0", names_on_node0), ("node1", names_on_node1)):
-            host = Host(name, folder, {"localhost": "127.0.0.1", **ADDRESSES, **(names or {})})
-            stack.callback(host.end)
-            hosts.append(host)
-        node0, node1 = hosts
+        node0 = Host("node0", folder, {**names, **names_on_node0})
+        stack.callback(node0.end)
+        node1 = Host("node1", folder, {**names, **names_on_node1})
+        stack.callback(node1.end)
         node1.connect(ADDRESSES["node1"], node0)
         node0.switch_on(ADDRESSES["node0"])
         yield node0, node1

@@ -1,6 +1,5 @@
 """The rules for notebooks, and what nbval compares."""
 
-import itertools
 import json
 import re
 
@@ -15,14 +14,17 @@ RAISES = {"raises-exception", "nbval-raises-exception", "NBVAL_RAISES_EXCEPTION"
 IGNORES = {"nbval-ignore-output", "NBVAL_IGNORE_OUTPUT", "PYTEST_VALIDATE_IGNORE_OUTPUT"}
 SKIPS = {"nbval-skip", "NBVAL_SKIP", "skip-execution"}
 
-MAGIC_CALL = re.compile(r"get_ipython\(\)\.(?:run_\w+_magic\(')?(\w+)")  # what IPython makes of magics and shell lines
-FENCE = re.compile(r"^(`{3,}|~{3,}).*?^\1", flags=re.M | re.S)
-# Paths, processes and addresses of the machine that ran the notebook.
+# What IPython makes of magics and of shell lines: get_ipython().run_line_magic('load_ext', …), get_ipython().system(…)
+MAGIC_CALL = re.compile(r"get_ipython\(\)\.(?:run_\w+_magic\(')?(\w+)")
+FENCE = re.compile(r"^(`{3,}|~{3,}).*?^\1", flags=re.M | re.S)  # a block of code, from its ``` or ~~~ to the next
+# Paths, processes and addresses of the machine that ran the notebook: /home/me/a.py, ipykernel_123, pid=123, 0x7f3a21bc
 MACHINE = re.compile(
     r"(?<![\w.:/])/(?:work|home|root|tmp|Users|private|var/folders|mnt|opt)/\S*|\S*site-packages/\S*|ipykernel_\d+"
     r"|\bpid[ =:]+\d+|\b0x[0-9a-f]{6,}\b"
 )
-PREDICTION = re.compile(r"^[:`]{3,}\{admonition\}.*predict", flags=re.M | re.I)
+PREDICTION = re.compile(r"^[:`]{3,}\{admonition\}.*predict", flags=re.M | re.I)  # :::{admonition} Predict
+# A line of the cell with a chapter's parameters is a comment, or such as: steps: int = 10  # how many steps to train
+PARAMETER = re.compile(r"#|\w+: .+ = .+  # \w")
 
 
 # --- looking into a notebook ------------------------------------------------------------------------------------------
@@ -73,8 +75,8 @@ def invalid(nb):
 
 
 def not_run_in_order(nb):
-    for count, (name, cell) in enumerate(code_cells(nb), 1):
-        if cell.execution_count != count:
+    for expected_count, (name, cell) in enumerate(code_cells(nb), 1):
+        if cell.execution_count != expected_count:
             yield name
 
 
@@ -117,13 +119,14 @@ def not_compared_without_reason(nb):
 
 def unchecked(nb):
     cells = code_cells(nb)
-    for (name, cell), (_, next_cell) in itertools.pairwise([*cells, cells[-1]]):
-        if marks(cell) & IGNORES and "assert" not in cell.source + next_cell.source:
+    for position, (name, cell) in enumerate(cells):
+        this_and_next_cell = "".join(other.source for _, other in cells[position : position + 2])
+        if marks(cell) & IGNORES and "assert" not in this_and_next_cell:
             yield name
 
 
-# A warning that is not stored fails under nbval, and that is how it is noticed. So does a magic's UsageError.
 def stores_a_warning(nb):
+    """A warning that is not stored needs no rule: under nbval its cell fails. So does one with a magic's UsageError."""
     for name, cell in code_cells(nb):
         has_warning = re.search(r"\w+Warning: ", "\n".join(output_texts(cell)))
         if has_warning or any(output.get("name") == "stderr" for output in cell.outputs):
@@ -146,15 +149,17 @@ def wrong_title(nb):
 
 
 def bad_promises(nb):
-    list_of_promises = re.search(r"^(?:#+ |\*\*)What you will prove.*?(?=^#|\Z)", prose(nb), flags=re.M | re.S)
-    if list_of_promises is None:
+    # The heading "What you will prove", or a line that begins with it in bold, and what follows until the next heading.
+    section = re.search(r"^(?:#+ |\*\*)What you will prove.*?(?=^#|\Z)", prose(nb), flags=re.M | re.S)
+    if section is None:
         yield "no list"
         return
-    _, *promises = re.split(r"^(?:[-*]|\d+\.) ", list_of_promises[0], flags=re.M)
+    _, *promises = re.split(r"^(?:[-*]|\d+\.) ", section[0], flags=re.M)  # an item begins with "-", "*" or "1."
     if not 3 <= len(promises) <= 6:
         yield f"a list of {len(promises)}"
     for promise in promises:
-        if "](#" not in promise.split("\n\n")[0]:
+        first_paragraph = promise.split("\n\n")[0]  # the last item is followed by the rest of the section
+        if "](#" not in first_paragraph:
             yield f"no link: {promise[:60]!r}"
 
 
@@ -164,23 +169,40 @@ def bad_parameters(nb):
         yield f"{len(cells)} cells tagged parameters"
     for cell in cells:
         for line in cell.source.splitlines():
-            if line.strip() and not re.match(r"#|\w+: .+ = .+  # \w", line):
+            if line.strip() and not PARAMETER.match(line):
                 yield line
+
+
+def shows_the_answer(cells_below):
+    """Whether the answer to a prediction is in view: what the first code cell below it prints is not hidden."""
+    for cell in cells_below:
+        if cell.cell_type == "code":
+            is_hidden = bool(marks(cell) & {"hide-output", "hide-cell"})
+            return not is_hidden
+    return True  # no cell gives the answer
+
+
+def is_explained(cells_below):
+    """Whether a prediction has an explanation in a box, ``<details>``, below it and before the next section's text.
+
+    The cell behind the prediction counts in any case, because a section may begin with it.
+    """
+    for position, cell in enumerate(cells_below):
+        begins_a_section = cell.source.startswith("## ")
+        if begins_a_section and position > 0:
+            return False
+        if cell.cell_type == "markdown" and "<details>" in cell.source:
+            return True
+    return False
 
 
 def open_answers(nb):
     cells = all_cells(nb)
     for position, (name, cell) in enumerate(cells):
-        if cell.cell_type != "markdown" or not PREDICTION.search(cell.source):
-            continue
-        below = [other for _, other in cells[position + 1 :]]
-        answers = [other for other in below if other.cell_type == "code"]
-        is_hidden = bool(answers) and bool(marks(answers[0]) & {"hide-output", "hide-cell"})
-        until_next_section = below[:1]  # which may be the next section's first cell
-        until_next_section += itertools.takewhile(lambda other: not other.source.startswith("## "), below[1:])
-        is_explained = any("<details>" in other.source for other in until_next_section if other.cell_type == "markdown")
-        if not is_hidden or not is_explained:
-            yield name
+        if cell.cell_type == "markdown" and PREDICTION.search(cell.source):
+            cells_below = [other for _, other in cells[position + 1 :]]
+            if shows_the_answer(cells_below) or not is_explained(cells_below):
+                yield name
 
 
 def bad_solutions(nb):
@@ -190,8 +212,9 @@ def bad_solutions(nb):
                 yield name
 
 
-# --- the rules: {a function that yields where a notebook has a problem: the problem} ----------------------------------
+# --- the rules --------------------------------------------------------------------------------------------------------
 
+# {a function that yields the names of the places where a notebook has a problem: the problem}
 RULES = {  # for every notebook
     invalid: "is not valid in format 4.5, which asks for cells' ids",
     not_run_in_order: "was not run in order, and nbval does not compare a cell without a count",
@@ -214,5 +237,8 @@ PATTERN = {  # for the chapters and the template
 
 
 def problems_of(nb, rules):
-    """What breaks these rules in a notebook, a line for each place."""
-    return [f"{place} {problem}" for find, problem in rules.items() for place in find(nb)]
+    """What breaks these rules in a notebook, a line for each place: ``cell 3 (a1b2) is skipped``."""
+    problems = []
+    for find_places, problem in rules.items():
+        problems += [f"{place} {problem}" for place in find_places(nb)]
+    return problems

@@ -16,7 +16,7 @@ from helpers.ranks.launch import RankError, launch
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # importing it takes a rank a second
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc, cgroups or fork")
-cells = itertools.count()
+cell_numbers = itertools.count()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,7 +29,7 @@ def warmed_up():
 
 @pytest.fixture(autouse=True)
 def nothing_left(request, warmed_up):
-    """Check that each test leaves this process as it was; tests of a kernel check the kernel instead."""
+    """Check that each test leaves this process as it was. The fixture of a test with a kernel checks the kernel."""
     if "kernel" in request.fixturenames:
         yield
     else:
@@ -38,9 +38,13 @@ def nothing_left(request, warmed_up):
 
 
 def cell(source):
-    """{name: value} after a cell with this source has run in ``__main__``, as a notebook's cells do."""
+    """Run source code as a cell of a notebook runs: in ``__main__``, from a file that exists only in linecache.
+
+    Returns an object with the functions and values that the cell defines: ``cell("x = 1").x`` is 1. The cell need not
+    import os, signal, sys, threading, time, torch and dist.
+    """
     source = textwrap.dedent(source).lstrip()
-    file = f"/somewhere/ipykernel_12345/{next(cells)}.py"
+    file = f"/somewhere/ipykernel_12345/{next(cell_numbers)}.py"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     names = {"__name__": "__main__"}
     exec("import os, signal, sys, threading, time\nimport torch\nimport torch.distributed as dist", names)
@@ -48,8 +52,8 @@ def cell(source):
     return SimpleNamespace(**names)
 
 
-class Trap:
-    """An object whose unpickling calls ``function(*args)``."""
+class CallWhenUnpickled:
+    """An object that calls ``function(*args)`` when it is unpickled, so in a rank when it gets its arguments."""
 
     def __init__(self, function, *args):
         self.function = function
@@ -60,9 +64,9 @@ class Trap:
 
 
 def failure(fn, *args, timeout=600, **options):
-    """The RankError of a launch that has to fail. Its default timeout is ten minutes, which must not be reached."""
+    """Launch a function that has to fail, and return its RankError. Fails if that takes a minute or more."""
     start = time.monotonic()
-    with pytest.raises(RankError) as refusal:
+    with pytest.raises(RankError) as raised:
         launch(fn, *args, timeout=timeout, **options)
     assert time.monotonic() - start < 60
-    return refusal.value
+    return raised.value

@@ -18,9 +18,10 @@ from pathlib import Path
 import psutil
 from jupyter_client import KernelManager
 
-MARK = "WORLD_SIZE_ONE_CENSUS"  # a variable for processes that a test starts: by it, orphans are found too
+# An environment variable for the processes that a test starts. Its value, a mark, finds them, also the orphans.
+MARK = "WORLD_SIZE_ONE_CENSUS"
 os.environ.setdefault(MARK, uuid.uuid4().hex)
-numbers = itertools.count()
+numbers_of_marks = itertools.count()
 
 
 def descendants():
@@ -29,7 +30,7 @@ def descendants():
 
 
 def marked(mark):
-    """The processes with ``mark`` in their environment, also orphans."""
+    """The processes with this mark in their environment, also orphans."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -39,7 +40,7 @@ def marked(mark):
 
 
 def processes(mark=None):
-    """{pid: name} of the processes with ``mark``. Without it, of all that this process has started.
+    """The processes with this mark, as {process id: name}. Without a mark: all that this process has started.
 
     The forkserver and the resource tracker of this process are left out, because it keeps them.
     """
@@ -57,21 +58,29 @@ def processes(mark=None):
 
 
 def existing():
-    """{kind: a set or a count of what exists now}, each of which can be subtracted from a later one."""
+    """What exists now and a test may leave behind: for each kind, such as "threads", a set or a Counter of them."""
     this_process = psutil.Process()
+    folder_of_launch = Path(util.get_temp_dir())
+    files = [str(path) for path in folder_of_launch.rglob("*") if not path.is_socket()]
+    threads = [thread.name for thread in threading.enumerate()]
+    sockets = [str(connection.laddr) for connection in this_process.net_connections(kind="inet")]
     return {
         "processes": set(processes().items()),
-        "files": {str(path) for path in Path(util.get_temp_dir()).rglob("*") if not path.is_socket()},  # launch's
-        "threads": Counter(thread.name for thread in threading.enumerate()),
-        "sockets": Counter(str(connection.laddr) for connection in this_process.net_connections(kind="inet")),
+        "files": set(files),
+        "threads": Counter(threads),
+        "sockets": Counter(sockets),
         "descriptors": Counter({"open": this_process.num_fds()}),
     }
 
 
 def more_than(before):
-    """{kind: what exists now and did not before}, without kinds of which nothing is new."""
-    more = {kind: now - before[kind] for kind, now in existing().items()}
-    return {kind: new for kind, new in more.items() if new}
+    """What exists now and did not when ``existing`` returned ``before``, as {kind: new ones}; {} if nothing is new."""
+    more = {}
+    for kind, now in existing().items():
+        new = now - before[kind]
+        if new:
+            more[kind] = new
+    return more
 
 
 def wait_until(condition, seconds=60):
@@ -98,17 +107,20 @@ def unchanged():
 
 @contextlib.contextmanager
 def surroundings():
-    """A context with (environment, mark) for processes to start: the environment has a temporary folder and the mark.
+    """A context with environment variables for processes to start, with a temporary folder and a mark of their own.
 
-    Raises AssertionError where the processes or their files are still there at its end.
+    At its end, it waits for the processes. Raises AssertionError if they, or their temporary files, do not go away.
     """
     folder = tempfile.mkdtemp(prefix="one-")
-    mark = f"{os.environ[MARK]}-{next(numbers)}"
+    mark = f"{os.environ[MARK]}-{next(numbers_of_marks)}"
+
+    def nothing_is_left():
+        return not processes(mark) and not listing(folder)
+
     try:
         yield {**os.environ, "TMPDIR": folder, "IPYTHONDIR": f"{folder}-ipython", MARK: mark}
-        if not wait_until(
-            lambda: not processes(mark) and not listing(folder), 200
-        ):  # a forkserver first ends its imports
+        # A forkserver ends only after its imports, which take long on a busy machine.
+        if not wait_until(nothing_is_left, seconds=200):
             raise AssertionError(f"left: {processes(mark)}, {listing(folder)}")
     finally:
         for pid in processes(mark):
@@ -119,13 +131,13 @@ def surroundings():
 
 
 def listing(folder):
-    """What is in a temporary folder, without torchrun's logs and the users' caches of torch and matplotlib."""
+    """The names in a temporary folder, without torchrun's logs and the users' caches of torch and matplotlib."""
     caches = ("torchinductor_", "torchelastic_", "matplotlib-")
     return [name for name in os.listdir(folder) if not name.startswith(caches)]
 
 
 class Kernel:
-    """A real Jupyter kernel with a client, a temporary folder and a mark of its own."""
+    """A real Jupyter kernel with a client. ``environment`` is from ``surroundings``."""
 
     def __init__(self, environment):
         self.folder = environment["TMPDIR"]
@@ -137,6 +149,7 @@ class Kernel:
         self.connect()
 
     def connect(self):
+        """Connect a new client to the kernel, which may have been restarted."""
         self.disconnect()
         self.client = self.manager.blocking_client()
         self.client.start_channels()
@@ -148,26 +161,26 @@ class Kernel:
             self.client.context.destroy(linger=0)
 
     def run(self, source):
-        """Run a cell; return (the kernel's reply, what the cell printed)."""
+        """Run a cell, and wait for its end. Returns (the kernel's reply as a dictionary, what the cell printed)."""
         printed = []
 
-        def show(message):
+        def keep_what_is_printed(message):
             if message["msg_type"] == "stream":
                 printed.append(message["content"]["text"])
 
         # With stop_on_error, ipykernel would drop this cell if it were waiting while the one before fails.
         reply = self.client.execute_interactive(
-            textwrap.dedent(source), stop_on_error=False, output_hook=show, timeout=200
+            textwrap.dedent(source), stop_on_error=False, output_hook=keep_what_is_printed, timeout=200
         )
         return reply["content"], "".join(printed)
 
     def start(self, source):
-        """Start a cell, and wait until its ranks have written that they are in it. The cell goes on."""
+        """Start a cell, and wait until its two ranks each have written a file ``inside…``. The cell goes on."""
         self.client.execute(textwrap.dedent(source), stop_on_error=False)
         assert wait_until(lambda: len(list(Path(self.folder).rglob("inside*"))) == 2)
 
     def ranks(self):
-        """How many ranks there are: processes of the kernel without its forkserver and its resource tracker."""
+        """How many ranks there are: all processes but the kernel, its forkserver and its resource tracker."""
         return len(processes(self.mark)) - 3
 
     def close(self):
@@ -181,7 +194,7 @@ class Kernel:
 
 @contextlib.contextmanager
 def own_kernel():
-    """A context with a Kernel, which may leave nothing."""
+    """A context with a Kernel. Raises AssertionError if the kernel leaves processes or files behind."""
     with surroundings() as environment:
         kernel = Kernel(environment)
         try:

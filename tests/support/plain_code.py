@@ -31,6 +31,7 @@ RETURN_A_BOOL = {"all", "any", "bool", "callable", "hasattr", "isinstance", "iss
 
 
 def is_condition(node: ast.expr) -> bool:
+    """Whether an expression looks like a condition: ``not done``, ``isinstance(x, int)``, ``a < b``, ``a or b``."""
     if isinstance(node, ast.UnaryOp):
         return isinstance(node.op, ast.Not)
     if isinstance(node, ast.Call):
@@ -39,7 +40,7 @@ def is_condition(node: ast.expr) -> bool:
 
 
 def calculates_with_a_condition(node: ast.AST) -> bool:
-    """Also a list or a text times a condition, and `count += condition`."""
+    """Whether a node is such as ``base + (rank == 0)``, ``"a" * (rank > 1)``, or ``count += rank == 0``."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ARITHMETIC):
         return is_condition(node.left) or is_condition(node.right)
     if isinstance(node, ast.AugAssign) and isinstance(node.op, ARITHMETIC):
@@ -47,28 +48,41 @@ def calculates_with_a_condition(node: ast.AST) -> bool:
     return False
 
 
+def contains(node: ast.AST, kind: type[ast.AST]) -> bool:
+    """Whether a node of this kind is somewhere inside ``node``."""
+    return any(isinstance(part, kind) for part in ast.walk(node) if part is not node)
+
+
 def assigns_in_arguments(node: ast.AST) -> bool:
+    """Whether a node is a call such as ``divmod(size, ranks := count())``."""
     if not isinstance(node, ast.Call):
         return False
-    arguments = [*node.args, *node.keywords]
-    return any(isinstance(part, ast.NamedExpr) for argument in arguments for part in ast.walk(argument))
+    for argument in [*node.args, *node.keywords]:
+        if isinstance(argument, ast.NamedExpr) or contains(argument, ast.NamedExpr):
+            return True
+    return False
 
 
 def nests_conditional_expressions(node: ast.AST) -> bool:
-    if not isinstance(node, ast.IfExp):
-        return False
-    return any(isinstance(part, ast.IfExp) for part in ast.walk(node) if part is not node)
+    """Whether a node is such as ``a if b else c if d else e``."""
+    return isinstance(node, ast.IfExp) and contains(node, ast.IfExp)
 
 
 def parts_of(node: ast.expr) -> list[ast.expr]:
-    """The parts of a tuple or a list that is written out, and of those inside it. Else the expression itself."""
-    if isinstance(node, (ast.Tuple, ast.List)):
-        return [part for element in node.elts for part in parts_of(element)]
-    return [node]
+    """The values in a tuple or a list that is written out: x, y and z of ``(x, [y, z])``. Else the node itself."""
+    if not isinstance(node, (ast.Tuple, ast.List)):
+        return [node]
+    parts = []
+    for element in node.elts:
+        parts += parts_of(element)
+    return parts
 
 
 def packs_more_than_two_values(node: ast.AST) -> bool:
-    """The parts of a call's result are one value, and `a, b, c = b, c, a` exchanges values: both are fine."""
+    """Whether a node is an assignment such as ``x, y, z = 1, 2, 3``.
+
+    The parts of a call's result are one value, and ``a, b, c = b, c, a`` exchanges values: both are fine.
+    """
     if not isinstance(node, ast.Assign):
         return False
     values = [ast.unparse(part) for part in parts_of(node.value)]
@@ -177,7 +191,10 @@ def python_of(cell: str) -> str:
 
 
 def all_sources() -> Iterator[Source]:
-    """Exported scripts are not here, because their code comes from the cells and from helpers/runtime."""
+    """Yields the code to which the rules apply: each Python file, and each code cell of a notebook.
+
+    Exported scripts are not among it, because their code comes from the cells and from helpers/runtime.
+    """
     for pattern in SOURCES:
         for path in sorted(ROOT.glob(pattern)):
             place = path.relative_to(ROOT).as_posix()
@@ -191,31 +208,43 @@ def all_sources() -> Iterator[Source]:
 
 
 def with_statements(node: ast.AST, statement: ast.stmt | None = None) -> Iterator[tuple[ast.AST, ast.stmt | None]]:
-    """Yields each node below this one with the innermost statement that contains it."""
+    """Yields each node below this one with the innermost statement that contains it.
+
+    ``statement`` is the innermost one that contains ``node``; None for a whole file.
+    """
     for child in ast.iter_child_nodes(node):
-        innermost = child if isinstance(child, ast.stmt) else statement
-        yield child, innermost
-        yield from with_statements(child, innermost)
+        if isinstance(child, ast.stmt):
+            statement_of_child = child
+        else:
+            statement_of_child = statement
+        yield child, statement_of_child
+        yield from with_statements(child, statement_of_child)
 
 
 def findings(source: Source) -> Iterator[Finding]:
+    """Yields a Finding for each place of a source that breaks a rule."""
     lines = source.text.splitlines()
     for node, statement in with_statements(ast.parse(source.text, source.place)):
         for rule in RULES:
             if rule.breaks(node):
-                words = " ".join(lines[statement.lineno - 1 : statement.end_lineno]).split()
+                lines_of_statement = lines[statement.lineno - 1 : statement.end_lineno]
+                on_one_line = " ".join(" ".join(lines_of_statement).split())
                 yield Finding(
                     place=source.place,
                     line=node.lineno,
                     source_line=lines[node.lineno - 1].strip(),
                     rule=rule,
-                    statement=" ".join(words)[:STATEMENT_WIDTH].strip(),
+                    statement=on_one_line[:STATEMENT_WIDTH].strip(),
                     code=ast.unparse(node),
                 )
 
 
 def all_findings() -> list[Finding]:
-    return [finding for source in all_sources() for finding in findings(source)]
+    """What breaks a rule in all of the project's code."""
+    found = []
+    for source in all_sources():
+        found += findings(source)
+    return found
 
 
 # --- the list of exceptions -------------------------------------------------------------------------------------------

@@ -11,7 +11,9 @@ from helpers.export.script import docstring
 
 PROGRAMS = r"(?:LAB=all )?(?:make|python -m|pytest|jupyter|torchrun|srun|sbatch|scontrol)"
 LISTING = re.compile(r"^```bash\n(.*?)^```", flags=re.M | re.S)
-INLINE_COMMAND = re.compile(rf"(?<!`)`({PROGRAMS} [^`]+)`(?!`)")
+INLINE_COMMAND = re.compile(rf"(?<!`)`({PROGRAMS} [^`]+)`(?!`)")  # in a sentence: `make lab`
+# A line that begins with torchrun, and the line on which it continues if it ends with a backslash.
+TORCHRUN = re.compile(r"^torchrun .*?(?:\\\n.*)?$", flags=re.M)
 
 
 def shell_lines(text):
@@ -25,7 +27,10 @@ def shell_lines(text):
 
 
 def pages():
-    """(name, text) of each page. What a script says of itself, which is also its --help, is a page too."""
+    """Yields (name, Markdown) of all that readers read: of the Markdown files, the notebooks and the chapters' scripts.
+
+    Of a script, this is a listing of the commands in its docstring, which its --help prints.
+    """
     for path in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "book").rglob("*.md"))]:
         is_measurement = path.parent.name == "measured" and path.name[0].isdigit()
         if not is_measurement:  # it says what was run, not what to run
@@ -33,17 +38,29 @@ def pages():
     for path in sorted(ROOT.glob("notebooks/*.ipynb")):
         if path.stem == "template":  # its lines are for its copies, which have their own names
             continue
-        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-        yield path.name, "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+        yield path.name, prose_of(path)
         if path in CHAPTERS:
-            flags = read_flags(sort_cells(read_notebook(path), path.stem).parameters)
-            commands = re.findall(r"(?m)^torchrun .*?(?:\\\n.*)?$", docstring("", "", path.stem, list(flags)))
-            listing = "\n".join(commands)
-            yield f"{path.stem}.py", f"```bash\n{listing}\n```"
+            commands = "\n".join(commands_of_script(path))
+            yield f"{path.stem}.py", f"```bash\n{commands}\n```"
+
+
+def prose_of(notebook):
+    """The text of a notebook without its code, as Markdown."""
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
+    return "\n\n".join(texts)
+
+
+def commands_of_script(chapter):
+    """The torchrun commands in the docstring of the script that is exported from a chapter's notebook."""
+    parameters = sort_cells(read_notebook(chapter), chapter.stem).parameters
+    flags = list(read_flags(parameters))
+    docstring_of_script = docstring("", "", chapter.stem, flags)  # without a title and a summary: no command is there
+    return TORCHRUN.findall(docstring_of_script)
 
 
 def printed():
-    """{command: names of its pages}, in reading order."""
+    """All commands that are printed, in reading order: {command: names of the pages that print it}."""
     names = {}
     for name, text in pages():
         for command in shell_lines(text):

@@ -14,23 +14,21 @@ from helpers.rehearsal.cuda_names import REFUSED
 
 folder = Path(tempfile.mkdtemp())
 t = torch.ones(2, device="cuda")
-event, other = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+event = torch.cuda.Event(enable_timing=True)
+other = torch.cuda.Event(enable_timing=True)
 
 
-def current_stream_within():
+def streams_are_current_within():
+    """Whether a stream is the current one within each context that is there for it, and only there."""
     stream = torch.cuda.Stream(priority=-1)
     with torch.cuda.stream(stream=stream):
-        inside = torch.cuda.current_stream()
+        assert torch.cuda.current_stream() == stream
     with stream:
         assert torch.cuda.current_stream() == stream
-    with torch.cuda.StreamContext(stream), torch.cuda.stream(None):
+    with torch.cuda.StreamContext(stream), torch.cuda.stream(None):  # None changes nothing
         assert torch.cuda.current_stream() is stream
-    assert torch.cuda.current_stream() == torch.cuda.default_stream() == torch.cuda.default_stream("cuda:0")
-    return inside == stream
-
-
-def a_hook(*arguments):
-    return None
+    assert torch.cuda.default_stream() == torch.cuda.default_stream("cuda:0")
+    return torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
 class Doubled(torch.autograd.Function):
@@ -46,25 +44,39 @@ class Doubled(torch.autograd.Function):
 
 
 def tuned():
-    """The calls of torch.cuda.tunable, which all do nothing."""
+    """Call torch.cuda.tunable, which would search for the fastest matrix products. Return whether it stays off."""
     module = torch.cuda.tunable
-    module.enable(), module.tuning_enable(), module.record_untuned_enable(), module.set_filename("results.csv")
-    module.set_max_tuning_duration(1), module.set_max_tuning_iterations(1), module.set_rotating_buffer_size(1)
-    module.get_filename(), module.get_max_tuning_duration(), module.get_max_tuning_iterations(), module.get_results()
-    module.get_rotating_buffer_size(), module.get_validators(), module.read_file("results.csv")
+    module.enable()
+    module.tuning_enable()
+    module.record_untuned_enable()
+    module.set_filename("results.csv")
+    module.set_max_tuning_duration(1)
+    module.set_max_tuning_iterations(1)
+    module.set_rotating_buffer_size(1)
+    module.get_filename()
+    module.get_max_tuning_duration()
+    module.get_max_tuning_iterations()
+    module.get_results()
+    module.get_rotating_buffer_size()
+    module.get_validators()
+    module.read_file("results.csv")
+    # Not every PyTorch has the following names.
     if hasattr(module, "write_file"):
-        module.write_file(), module.write_file_on_exit(True)
+        module.write_file()
+        module.write_file_on_exit(True)
     if hasattr(module, "wildcard_fallback_enable"):
-        module.wildcard_fallback_enable(), module.set_cublaslt_requested_algo_count(1)
-        module.set_numerical_check_tolerances(True), module.get_cublaslt_requested_algo_count()
+        module.wildcard_fallback_enable()
         assert not module.wildcard_fallback_is_enabled()
+        module.set_cublaslt_requested_algo_count(1)
+        module.get_cublaslt_requested_algo_count()
+        module.set_numerical_check_tolerances(True)
         with module.dynamic_dims_mask():
             pass
     return not (module.is_enabled() or module.tuning_is_enabled() or module.record_untuned_is_enabled())
 
 
 def annotated():
-    """The calls of torch.cuda.graph_annotations, which are about CUDA graphs and find none."""
+    """Call torch.cuda.graph_annotations, which is about CUDA graphs. Return whether it finds none."""
     module = importlib.import_module("torch.cuda.graph_annotations")
     with module.mark_kernels("a part"):
         t.sum()
@@ -76,6 +88,7 @@ def annotated():
 
 
 def traced():
+    """Record a history of the GPU's memory, and write it to a file. Return whether it is empty."""
     torch.cuda.memory._record_memory_history(max_entries=100)
     torch.cuda.memory._dump_snapshot(str(folder / "snapshot.pickle"))
     torch.cuda.memory._record_memory_history(enabled=None)
@@ -83,14 +96,18 @@ def traced():
 
 
 def hooked():
-    module = torch.cuda.graphs
-    names = "capture_start capture_end instantiate replay_start replay_end destroy".split()
-    for name in names:
-        getattr(module, f"register_graph_{name}_hook")(a_hook)
+    """Register a hook for each event of a CUDA graph, of which there is none that could call it."""
+
+    def hook(*arguments):
+        return None
+
+    for event_of_graph in ("capture_start", "capture_end", "instantiate", "replay_start", "replay_end", "destroy"):
+        register = getattr(torch.cuda.graphs, f"register_graph_{event_of_graph}_hook")
+        register(hook)
     return True
 
 
-# Each of them is true on a GPU. They are texts, so that a test can look for the names in them.
+# Each of these expressions is true on a GPU. They are texts, so that one that fails can be printed.
 TRUE = """
 torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.device_count() == 1
 torch.cuda.init() is None and torch.cuda.set_device(0) is None and torch.cuda.current_device() == 0
@@ -100,7 +117,7 @@ torch.cuda.get_device_capability() >= (7, 0) and torch.cuda.get_device_propertie
 torch.cuda.get_arch_list() and "sm_" in torch.cuda.get_gencode_flags()
 torch.cuda.is_bf16_supported() and torch.cuda.is_tf32_supported() and torch.cuda.can_device_access_peer(0, 0)
 torch.cuda.has_half in (True, False) and torch.cuda.has_magma in (True, False)
-current_stream_within()
+streams_are_current_within()
 torch.cuda.set_stream(torch.cuda.Stream()) is None and torch.cuda.ExternalStream(7, device=0).cuda_stream == 7
 torch.cuda.get_stream_from_external(7).query() and torch.Stream(device="cuda").query()
 isinstance(torch.cuda.current_stream(), torch.Stream) and isinstance(torch.Event("cuda"), torch.cuda.Event)
@@ -162,10 +179,14 @@ torch.set_default_tensor_type("torch.FloatTensor") or not torch.ones(1).is_cuda
 
 
 def refuses(name):
-    """Whether a call of a name of torch.cuda says that name and stops. True for what this PyTorch does not have."""
-    folder, _, last = name.rpartition(".")
+    """Whether a call of torch.cuda's ``name``, such as "comm.gather", raises the error that REFUSED has for it.
+
+    True also for what this PyTorch does not have.
+    """
+    submodule, _, last_part = name.rpartition(".")
     try:
-        function = getattr(importlib.import_module(f"torch.cuda.{folder}".rstrip(".")), last)
+        module = importlib.import_module(f"torch.cuda.{submodule}".rstrip("."))
+        function = getattr(module, last_part)
     except (ModuleNotFoundError, AttributeError):
         return True
     try:
@@ -186,4 +207,4 @@ if __name__ == "__main__":
         if not refuses(name):
             print("not refused:", name)
     print("all names called")
-    sys.exit(3)
+    sys.exit(3)  # the test looks whether this status comes out of the rehearsal

@@ -12,26 +12,48 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-store, rank, world_size = next(dist.rendezvous("env://"))
+rendezvous = dist.rendezvous("env://")  # an iterator over (store, rank, world size)
+store, rank, world_size = next(rendezvous)
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 torch.cuda.set_device(device)
-start = {"store": dist.PrefixStore("first", store), "rank": rank, "world_size": world_size}
-dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=60), **start)
+
+
+def start_group(store_prefix, device_id=None):
+    """Make the default group. Each one has keys of its own in the store, which begin with this prefix."""
+    dist.init_process_group(
+        "nccl",
+        store=dist.PrefixStore(store_prefix, store),
+        rank=rank,
+        world_size=world_size,
+        device_id=device_id,
+        timeout=timedelta(seconds=60),
+    )
+
+
+start_group("first", device_id=device)
 
 x = torch.ones(4, 4, device=device)
 labels = torch.zeros(4, dtype=torch.long, device=device)
 model = DDP(nn.Linear(4, 4).to(device))
 hooked = torch.ones(3, device=device, requires_grad=True)
 hooked.register_hook(lambda grad: grad + torch.ones(3))
-folder = Path(sys.argv[1])
-torch.save({"x": torch.ones(4, device="cuda:0")}, folder / f"of-gpu-0-{rank}.pt")
+saved_on_gpu_0 = Path(sys.argv[1], f"of-gpu-0-{rank}.pt")
+torch.save(torch.ones(4, device="cuda:0"), saved_on_gpu_0)
 
 
 def load_to_gpu_0():
-    loaded = torch.load(folder / f"of-gpu-0-{rank}.pt")["x"]  # without map_location: cuda:0 on every rank
-    return loaded + x if rank == 1 else x.numpy()
+    """Load a tensor without map_location, so that it comes to cuda:0 on each rank, and use it on the rank's own GPU."""
+    loaded = torch.load(saved_on_gpu_0)
+    if rank == 0:
+        loaded.numpy()  # on rank 0 the GPU is the right one, so it makes another mistake
+    else:
+        loaded + x
 
 
+error_of_load = "to numpy"
+if rank == 1:
+    error_of_load = "cuda:0 and cuda:1"
+# (name, words in the error that the mistake has to raise, mistake)
 mistakes = [
     ("a CPU tensor in all_reduce", "No backend type", lambda: dist.all_reduce(torch.ones(3))),
     ("a CPU tensor in an expression", "same device", lambda: x + torch.ones(4)),
@@ -54,7 +76,7 @@ mistakes = [
     ("a gradient on the CPU", "different device", lambda: setattr(model.module.weight, "grad", torch.ones(4, 4))),
     ("an input on the CPU, in DDP", "same device", lambda: model(torch.ones(4, 4))),
     ("a non-contiguous tensor in send", "contiguous", lambda: dist.send(x.t()[:, 1:], 1 - rank)),
-    ("torch.load without map_location", "cuda:0 and cuda:1" if rank else "to numpy", load_to_gpu_0),
+    ("torch.load without map_location", error_of_load, load_to_gpu_0),
     ("joining both devices", "same device", lambda: torch.cat([x, torch.ones(1, 4)])),
     ("pinned memory on a GPU", "can be pinned", lambda: torch.ones(3, device=device, pin_memory=True)),
     ("the time of events without times", "enable_timing", lambda: torch.cuda.Event().elapsed_time(torch.cuda.Event())),
@@ -66,10 +88,14 @@ mistakes = [
 
 
 def plant(name, words, mistake):
+    """Make a mistake, and print whether it raised an error with these words: "seen NAME on RANK"."""
     try:
         mistake()
     except Exception as error:
-        verdict = "seen" if words in str(error) else f"saw {type(error).__name__}: {error} for"
+        if words in str(error):
+            verdict = "seen"
+        else:
+            verdict = f"saw {type(error).__name__}: {error} for"
     else:
         verdict = "missed"
     print(f"{verdict} {name} on {rank}\n", end="", flush=True)
@@ -79,16 +105,14 @@ for name, words, mistake in mistakes:
     plant(name, words, mistake)
 dist.destroy_process_group()
 
-start["store"] = dist.PrefixStore("second", store)
-dist.init_process_group("nccl", timeout=timedelta(seconds=60), **start)  # not bound to a GPU
+start_group("second")  # not bound to a GPU
 torch.cuda.set_device(0)
 plant("objects without a set device", "Duplicate GPU", lambda: dist.all_gather_object([None, None], rank))
 x = torch.ones(3, device="cuda")
 plant("functional on one GPU", "Duplicate GPU", lambda: all_reduce(x, "sum", dist.group.WORLD))
 dist.destroy_process_group()
 
-start["store"] = dist.PrefixStore("third", store)
-dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=60), **start)
+start_group("third", device_id=device)
 if rank == 1:
     options = dist.group.WORLD._get_backend(device).pretended_options
     options._timeout = timedelta(seconds=2)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import leftovers
 import nbformat
-from forked import AT_ADDRESS, TORCHRUN, command, forked
+from forked import AT_ADDRESS, TORCHRUN, Ended, command, forked
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from helpers.export import chapters
@@ -23,7 +23,10 @@ TOLERANCE = 0.002  # for numbers in a result, which are rounded to three digits
 
 
 def write_notebook(folder, source, parameters="steps: int = 10\nfail: int = -1"):
-    """Write a notebook of three cells to folder/sample.ipynb; return its path."""
+    """Write a notebook to folder/sample.ipynb: a title, a cell of parameters, and a cell that is exported.
+
+    ``source`` is the code of the exported cell. Returns the notebook's path.
+    """
     cells = [
         new_markdown_cell("# Sample"),
         new_code_cell(parameters, metadata={"tags": ["parameters"]}),
@@ -35,12 +38,23 @@ def write_notebook(folder, source, parameters="steps: int = 10\nfail: int = -1")
 
 
 def stand_alone(folder):
-    """Environment variables that hide this project from scripts; ``folder`` takes the file that does it."""
+    """Environment variables for scripts that must run without this project, as a reader runs an exported one.
+
+    Python runs a file sitecustomize.py at its start if it is in PYTHONPATH. The one that is written to ``folder``
+    forbids the import of helpers. Temporary files go to ``folder``, too.
+    """
     (folder / "sitecustomize.py").write_text('import sys\n\nsys.modules["helpers"] = None  # no import gets it\n')
+    if sys.platform == "darwin":
+        loopback = "lo0"
+    else:
+        loopback = "lo"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    alone = {"PYTHONPATH": str(folder), "TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
-    return {**environment, **alone, "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = str(folder)
+    environment["TMPDIR"] = str(folder)
+    environment["OMP_NUM_THREADS"] = "1"
+    environment["GLOO_SOCKET_IFNAME"] = loopback
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    return environment
 
 
 def export(notebook, folder):
@@ -50,25 +64,30 @@ def export(notebook, folder):
 
 
 def torchrun(script, nproc, environment, *flags, timeout=240):
-    """Run a script under torchrun in its own folder, as (exit status, stdout, stderr, processes that it left).
+    """Run a script under torchrun in its own folder. Returns an Ended, whose ``left`` is {process id: name}.
 
-    The status is None when it hung for ``timeout`` seconds and was killed.
+    If it hangs for ``timeout`` seconds, it is killed, and its status is None.
     """
     mark = uuid.uuid4().hex
-    words = [sys.executable, *TORCHRUN, f"--nproc-per-node={nproc}", *AT_ADDRESS, script, *flags]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(words, cwd=script.parent, env={**environment, leftovers.MARK: mark}, **pipes)
+    process = subprocess.Popen(
+        [sys.executable, *TORCHRUN, f"--nproc-per-node={nproc}", *AT_ADDRESS, script, *flags],
+        cwd=script.parent,
+        env={**environment, leftovers.MARK: mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     status = None
     with contextlib.suppress(subprocess.TimeoutExpired):
         out, errors = process.communicate(timeout=timeout)
         status = process.returncode
-    leftovers.wait_until(lambda: status is None or not leftovers.processes(mark), seconds=60)
+        leftovers.wait_until(lambda: not leftovers.processes(mark), seconds=60)
     left = leftovers.processes(mark)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     if status is None:
         out, errors = process.communicate()
-    return status, out, errors, left
+    return Ended(status, out, errors, left)
 
 
 def rehearse_here(script, *options, flags=(), timeout=240):
@@ -77,12 +96,13 @@ def rehearse_here(script, *options, flags=(), timeout=240):
     Returns the finished process. Fails if it hangs or leaves a process behind.
     """
     work = command("rehearse", script, "--timeout", timeout, *options, "--", *flags)
-    status, out, errors, left = forked(work, {**os.environ, "OMP_NUM_THREADS": "1"}, timeout)
-    assert status is not None and not left, f"{status}: {left} left\n{out}{errors}"
-    return subprocess.CompletedProcess(work.words, status, out, errors)
+    ended = forked(work, {**os.environ, "OMP_NUM_THREADS": "1"}, timeout)
+    assert ended.status is not None, f"it hung\n{ended.out}{ended.errors}"
+    assert not ended.left, f"it left {ended.left}\n{ended.out}{ended.errors}"
+    return subprocess.CompletedProcess(work.words, ended.status, ended.out, ended.errors)
 
 
 def result(out):
-    """The numbers in the line ``result {json}``, which a script prints once."""
+    """The dictionary of a line such as ``result {"world_size": 2, "val_loss": 1.2}``, which a script prints once."""
     [numbers] = re.findall(r"^result (.*)$", out, flags=re.MULTILINE)
     return json.loads(numbers)

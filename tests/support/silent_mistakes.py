@@ -1,12 +1,17 @@
 """A catalogue of mistakes that raise no error, each with its repair, and of correct programs. For two ranks.
 
-A program is a function. ``mistake(kind)`` marks one that makes the mistake if ``wrong``, and else is right; ``correct``
-marks one that looks suspicious and is right. test_training_check.py runs them all under ``check_training``.
+A program is a function that trains a small model. test_training_check.py runs them all under ``check_training``, which
+has to find every mistake and nothing else. There are two sorts:
+
+- ``@mistake(kind)`` marks a program with an argument ``wrong``. If it is true, the program makes a mistake of this
+  kind, and if it is false, the program does the same in the right way.
+- ``@correct`` marks a program that looks suspicious and is right.
 """
 
 import copy
 import os
 import tempfile
+import traceback
 import warnings
 from contextlib import nullcontext
 
@@ -24,6 +29,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, get_worker_info
 
+from helpers.training_check import check_training
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch 2.13 uses torch.jit.script there, and warns of it
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -35,6 +42,8 @@ DEVICE = "cpu"  # in a rehearsal "cuda"
 
 
 def mistake(kind):
+    """A decorator for a program that makes a mistake of this kind, a key of KINDS such as "drift", if ``wrong``."""
+
     def register(program):
         MISTAKES[program.__name__] = (kind, program)
         return program
@@ -43,8 +52,41 @@ def mistake(kind):
 
 
 def correct(program):
+    """A decorator for a program in which nothing may be found."""
     CORRECT[program.__name__] = program
     return program
+
+
+def run_under_check(program, **arguments):
+    """In a rank: run a program under the check.
+
+    Returns {"kinds": the kinds of mistakes found, "errors": tracebacks of the program and of the check itself}.
+    """
+    GENERATOR.manual_seed(100 + dist.get_rank())
+    errors = []
+    with check_training(patience=10) as check:
+        try:
+            program(**arguments)
+        except Exception:
+            errors.append(traceback.format_exc())
+    kinds = {finding.kind for finding in check.findings}
+    return {"kinds": sorted(kinds), "errors": errors + check.observer.record.failures}
+
+
+def run_catalogue(names=()):
+    """In a rank: run all programs, or those that are named, one after the other.
+
+    Returns {"PROGRAM wrong", "PROGRAM repaired" or "PROGRAM correct": what ``run_under_check`` returned}.
+    """
+    results = {}
+    for name, (_, program) in MISTAKES.items():
+        if not names or name in names:
+            results[f"{name} wrong"] = run_under_check(program, wrong=True)
+            results[f"{name} repaired"] = run_under_check(program, wrong=False)
+    for name, program in CORRECT.items():
+        if not names or name in names:
+            results[f"{name} correct"] = run_under_check(program)
+    return results
 
 
 # --- what the programs share ------------------------------------------------------------------------------------------
@@ -60,17 +102,40 @@ def network(dropout=0.0):
     """A small model, the same on all ranks."""
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Linear(8, 16, device=DEVICE), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 8, device=DEVICE)
+        nn.Linear(8, 16, device=DEVICE),
+        nn.ReLU(),
+        nn.Dropout(dropout),
+        nn.Linear(16, 8, device=DEVICE),
     )
 
 
+def network_with_batch_norm():
+    return nn.Sequential(nn.Linear(8, 8, device=DEVICE), nn.BatchNorm1d(8, device=DEVICE))
+
+
+GENERATOR = torch.Generator()  # ``run_under_check`` gives it another seed on each rank
+
+
 def own_batch(size=4):
-    """A random batch, another on each rank and in each call."""
+    """A random batch of inputs and targets, another one on each rank and in each call."""
     inputs, targets = torch.randn(2, size, 8, generator=GENERATOR).to(DEVICE)
     return inputs, targets
 
 
-GENERATOR = torch.Generator()
+def equal_inputs():
+    """The inputs of STEPS batches, which are the same on all ranks."""
+    inputs, _ = samples().tensors
+    return inputs.to(DEVICE).split(4)[:STEPS]
+
+
+def equal_batches():
+    """A function for ``train`` that returns one batch after the other, the same ones on all ranks."""
+    remaining_inputs = iter(equal_inputs())
+
+    def next_batch():
+        return next(remaining_inputs), torch.zeros(4, 8, device=DEVICE)
+
+    return next_batch
 
 
 def sgd(model, lr=0.1):
@@ -78,6 +143,7 @@ def sgd(model, lr=0.1):
 
 
 def train(model, optimizer, steps=STEPS, batch=own_batch, after_backward=None):
+    """Make some steps, each on what ``batch()`` returns. ``after_backward(model)`` may change the gradients."""
     for _ in range(steps):
         inputs, targets = batch()
         optimizer.zero_grad()
@@ -88,10 +154,12 @@ def train(model, optimizer, steps=STEPS, batch=own_batch, after_backward=None):
 
 
 def divided_loader(dataset, **options):
+    """A loader of this rank's part of a dataset."""
     return DataLoader(dataset, batch_size=4, sampler=DistributedSampler(dataset), **options)
 
 
 def train_on(loader, model, optimizer):
+    """Make a step on each batch of a loader."""
     for inputs, targets in on_device(loader):
         optimizer.zero_grad()
         F.mse_loss(model(inputs), targets).backward()
@@ -99,15 +167,18 @@ def train_on(loader, model, optimizer):
 
 
 def on_device(loader):
+    """The batches of a loader on DEVICE."""
     for inputs, targets in loader:
         yield inputs.to(DEVICE), targets.to(DEVICE)
 
 
 def mesh():
+    """A mesh of all ranks."""
     return init_device_mesh(DEVICE, (dist.get_world_size(),))
 
 
 def sharded(model, **options):
+    """Shard a sequential model with FSDP, each linear layer by itself, and return it."""
     for layer in model:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, **options)
@@ -122,9 +193,12 @@ def average_gradients(model):
 
 def folder_of_rank_0():
     """A new folder, the same on all ranks."""
-    name = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(name)
-    return name[0]
+    names = [None]
+    if dist.get_rank() == 0:
+        names = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(names)
+    [name] = names
+    return name
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -132,6 +206,7 @@ def folder_of_rank_0():
 
 @mistake("same_samples")
 def a_loader_that_shuffles_alike_on_each_rank(wrong):
+    """Without a sampler each rank loads the whole dataset, and with the same seed in the same order."""
     model = DDP(network())
     torch.manual_seed(5)
     if wrong:
@@ -142,7 +217,7 @@ def a_loader_that_shuffles_alike_on_each_rank(wrong):
 
 
 class Augmented(TensorDataset):
-    """Adds noise to each sample, another on each rank."""
+    """Adds random noise to each sample, which is different on each rank."""
 
     def __getitem__(self, index):
         inputs, targets = super().__getitem__(index)
@@ -151,6 +226,7 @@ class Augmented(TensorDataset):
 
 @mistake("same_samples")
 def the_same_samples_with_other_noise(wrong):
+    """The noise makes the batches of the ranks differ, although they are made of the same samples."""
     model = sharded(network(), mesh=mesh())
     dataset = Augmented(*samples().tensors)
     if wrong:
@@ -162,13 +238,17 @@ def the_same_samples_with_other_noise(wrong):
 
 @mistake("same_samples")
 def batches_drawn_with_one_seed(wrong):
-    seed = 3 if wrong else 3 + dist.get_rank()
-    data = samples().tensors[0].to(DEVICE)
+    """Each rank draws its batches from the whole dataset, as nanoGPT does."""
+    seed = 3
+    if not wrong:
+        seed += dist.get_rank()
     generator = torch.Generator().manual_seed(seed)
+    inputs, _ = samples().tensors
+    data = inputs.to(DEVICE)
 
     def draw():
-        starts = torch.randint(len(data), (4,), generator=generator).to(DEVICE)
-        return data[starts], data[starts]
+        indices = torch.randint(len(data), (4,), generator=generator).to(DEVICE)
+        return data[indices], data[indices]
 
     model = network()
     train(model, sgd(model), batch=draw, after_backward=average_gradients)
@@ -186,6 +266,8 @@ def no_set_epoch(wrong):
 
 
 class Stream(IterableDataset):
+    """A stream of 64 samples. If it is not ``divided`` among its workers, each worker yields all of them."""
+
     def __init__(self, divided):
         self.divided = divided
 
@@ -195,7 +277,8 @@ class Stream(IterableDataset):
         if self.divided:
             numbers = numbers[worker.id :: worker.num_workers]
         for number in numbers:
-            yield torch.full((8,), float(number)) + 0.5 * dist.get_rank(), torch.zeros(8)
+            value = number + 0.5 * dist.get_rank()  # no two ranks have the same sample
+            yield torch.full((8,), value), torch.zeros(8)
 
 
 @mistake("stream_repeated")
@@ -207,20 +290,24 @@ def a_stream_that_its_workers_do_not_divide(wrong):
 
 @mistake("counted_twice")
 def an_evaluation_with_padding(wrong):
+    """Of 33 samples each of two ranks gets 17 from a DistributedSampler, which gives one sample to both."""
     model = DDP(network())
     train(model, sgd(model))
     dataset = samples(33)
     if wrong:
         sampler = DistributedSampler(dataset, shuffle=False)
     else:
-        sampler = range(len(dataset))[dist.get_rank() :: dist.get_world_size()]
-    totals = torch.zeros(2, device=DEVICE)
+        sampler = range(dist.get_rank(), len(dataset), dist.get_world_size())
+    loader = DataLoader(dataset, batch_size=4, sampler=sampler)
+
+    error_and_count = torch.zeros(2, device=DEVICE)
     model.eval()
     with torch.no_grad():
-        for inputs, targets in on_device(DataLoader(dataset, batch_size=4, sampler=sampler)):
+        for inputs, targets in on_device(loader):
             error = F.mse_loss(model(inputs), targets, reduction="sum")
-            totals += torch.stack([error, torch.tensor(float(len(inputs)), device=DEVICE)])
-    dist.all_reduce(totals)
+            count = torch.tensor(float(len(inputs)), device=DEVICE)
+            error_and_count += torch.stack([error, count])
+    dist.all_reduce(error_and_count)
 
 
 # --- averaging --------------------------------------------------------------------------------------------------------
@@ -236,6 +323,7 @@ def a_model_that_nobody_wrapped(wrong):
 
 @mistake("drift")
 def a_rank_that_changes_its_weights(wrong):
+    """Rank 1 alone changes a bias, or all ranks change it in the same way."""
     model = DDP(network())
     optimizer = sgd(model)
     train(model, optimizer, steps=1)
@@ -261,13 +349,19 @@ class Scale(nn.Module):
 def a_replicated_weight_with_a_partial_gradient(wrong):
     from torch.distributed.tensor import Partial
 
-    model = Scale([Replicate()] if wrong else [Partial()])
+    grad_placements = [Partial()]
+    if wrong:
+        grad_placements = [Replicate()]
+    model = Scale(grad_placements)
     train(model, sgd(model))
 
 
 @mistake("different_start")
 def weights_that_nobody_broadcast(wrong):
-    torch.manual_seed(dist.get_rank() if wrong else 0)
+    seed = 0
+    if wrong:
+        seed = dist.get_rank()
+    torch.manual_seed(seed)
     model = nn.Linear(8, 8, device=DEVICE)
     train(model, sgd(model), after_backward=average_gradients)
 
@@ -283,7 +377,10 @@ def ddp_without_its_first_broadcast(wrong):
 def the_module_inside_ddp(wrong):
     model = DDP(network())
     optimizer = sgd(model)
-    train(model.module if wrong else model, optimizer)
+    called = model
+    if wrong:
+        called = model.module
+    train(called, optimizer)
 
 
 @mistake("around_the_wrapper")
@@ -311,8 +408,11 @@ def no_sync_on_the_last_micro_batch(wrong):
         optimizer.zero_grad()
         for micro in range(2):
             inputs, targets = own_batch()
-            alone = micro == 1 if wrong else micro == 0
-            with model.no_sync() if alone else nullcontext():
+            context = nullcontext()
+            is_last = micro == 1
+            if is_last == wrong:  # the last micro-batch if wrong, and else the first
+                context = model.no_sync()
+            with context:
                 F.mse_loss(model(inputs), targets).backward()
         optimizer.step()
 
@@ -332,8 +432,10 @@ def fully_shard_without_its_last_reduction(wrong):
 
 @mistake("mesh_of_one")
 def each_rank_a_mesh_of_its_own(wrong):
-    own_mesh = DeviceMesh(DEVICE, [dist.get_rank()]) if wrong else mesh()
-    model = sharded(network(), mesh=own_mesh)
+    if wrong:
+        model = sharded(network(), mesh=DeviceMesh(DEVICE, [dist.get_rank()]))
+    else:
+        model = sharded(network(), mesh=mesh())
     train(model, sgd(model))
 
 
@@ -349,9 +451,11 @@ def rank_0_looks_at_an_output(wrong):
 
 @mistake("rank_alone")
 def rank_0_evaluates_the_wrapper(wrong):
-    """Its broadcasts of buffers pair up with the other's, except between the first two steps."""
-    model = DDP(nn.Sequential(nn.Linear(8, 8, device=DEVICE), nn.BatchNorm1d(8, device=DEVICE)))
-    evaluated = model if wrong else model.module
+    """DDP broadcasts the buffers in rank 0's evaluation as well. Rank 1 takes part in its next training steps."""
+    model = DDP(network_with_batch_norm())
+    evaluated = model.module
+    if wrong:
+        evaluated = model
     optimizer = sgd(model)
     train(model, optimizer, steps=2)
     for _ in range(2):
@@ -366,27 +470,32 @@ def rank_0_evaluates_the_wrapper(wrong):
 
 @mistake("uneven_steps")
 def a_rank_that_skips_an_outlier(wrong):
+    """Rank 1 finds an outlier in its second batch and leaves out that step. In the repair rank 0 leaves it out, too."""
     model = DDP(network())
     optimizer = sgd(model)
     for number in range(STEPS):
         inputs, targets = own_batch()
         optimizer.zero_grad()
         F.mse_loss(model(inputs), targets).backward()
-        outlier = torch.tensor(float(number == 1 and dist.get_rank() == 1), device=DEVICE)
+        has_outlier = number == 1 and dist.get_rank() == 1
+        skips_step = torch.tensor(float(has_outlier), device=DEVICE)
         if not wrong:
-            dist.all_reduce(outlier, dist.ReduceOp.MAX)
-        if not outlier:
+            dist.all_reduce(skips_step, dist.ReduceOp.MAX)
+        if not skips_step:
             optimizer.step()
 
 
 @mistake("different_rates")
 def a_plateau_that_each_rank_sees_alone(wrong):
+    """Rank 0's metric gets worse and rank 1's better, so rank 0 alone would lower its learning rate."""
     model = DDP(network())
     optimizer = sgd(model)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
     for number in range(STEPS):
         train(model, optimizer, steps=1)
-        metric = torch.tensor(float(number if dist.get_rank() == 0 else -number), device=DEVICE)
+        metric = torch.tensor(float(number), device=DEVICE)
+        if dist.get_rank() == 1:
+            metric = -metric
         if not wrong:
             dist.all_reduce(metric)
         scheduler.step(metric)
@@ -509,20 +618,22 @@ def moments_that_no_optimizer_asks_for(wrong):
 def a_partial_load_of_nothing(wrong):
     folder = folder_of_rank_0()
     dcp.save({"weight": torch.ones(4, device=DEVICE)}, checkpoint_id=folder)
+    name = "weight"
+    if wrong:
+        name = "wieght"  # misspelt
     planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
-    name = "wieght" if wrong else "weight"
     dcp.load({name: torch.zeros(4, device=DEVICE)}, checkpoint_id=folder, planner=planner)
 
 
 @mistake("nothing_restored")
 def a_load_without_the_last_layer(wrong):
-    """It is a note, because a new head is often meant."""
+    """The check reports this only as a note, because many programs leave out the last layer to train a new one."""
     folder = folder_of_rank_0()
     dcp.save({"model": network().state_dict()}, checkpoint_id=folder)
     state = network().state_dict()
     if wrong:
-        last = list(state)[-1]
-        del state[last]
+        *_, last_name = state
+        del state[last_name]
     dcp.load({"model": state}, checkpoint_id=folder)
 
 
@@ -558,15 +669,18 @@ def tied_layers_that_begin_without_memory(wrong):
 def a_file_that_all_ranks_write(wrong):
     model = DDP(network())
     train(model, sgd(model))
-    name = os.path.join(folder_of_rank_0(), "model.pt" if wrong else f"model-{dist.get_rank()}.pt")
-    torch.save(model.state_dict(), name)
+    folder = folder_of_rank_0()
+    if wrong:
+        torch.save(model.state_dict(), os.path.join(folder, "model.pt"))
+    else:
+        torch.save(model.state_dict(), os.path.join(folder, f"model-{dist.get_rank()}.pt"))
 
 
 # --- noise, statistics, losses ----------------------------------------------------------------------------------------
 
 
 class Noisy(TensorDataset):
-    """Adds noise of its own generator to each sample."""
+    """Adds noise to each sample, which comes from a generator with this seed."""
 
     def __init__(self, seed):
         super().__init__(*samples().tensors)
@@ -580,11 +694,15 @@ class Noisy(TensorDataset):
 @mistake("same_noise")
 def augmentation_with_one_seed(wrong):
     model = DDP(network())
-    train_on(divided_loader(Noisy(0 if wrong else dist.get_rank())), model, sgd(model))
+    seed = dist.get_rank()
+    if wrong:
+        seed = 0
+    loader = divided_loader(Noisy(seed))
+    train_on(loader, model, sgd(model))
 
 
 class NoisyInWorkers(TensorDataset):
-    """Adds noise of the worker's own random numbers to each sample."""
+    """Adds noise to each sample, which comes from the random numbers of the loader's worker."""
 
     def __getitem__(self, index):
         inputs, targets = super().__getitem__(index)
@@ -595,7 +713,10 @@ class NoisyInWorkers(TensorDataset):
 def augmentation_in_workers_with_one_seed(wrong):
     """A loader draws the seed of its workers from the rank's random numbers."""
     model = DDP(network())
-    torch.manual_seed(0 if wrong else dist.get_rank())
+    seed = dist.get_rank()
+    if wrong:
+        seed = 0
+    torch.manual_seed(seed)
     loader = divided_loader(NoisyInWorkers(*samples().tensors), num_workers=2)
     train_on(loader, model, sgd(model))
 
@@ -603,7 +724,10 @@ def augmentation_in_workers_with_one_seed(wrong):
 @mistake("same_noise")
 def dropout_with_one_seed(wrong):
     model = DDP(network(dropout=0.5))
-    torch.manual_seed(0 if wrong else dist.get_rank())
+    seed = dist.get_rank()
+    if wrong:
+        seed = 0
+    torch.manual_seed(seed)
     train(model, sgd(model))
 
 
@@ -625,16 +749,16 @@ class Parallel(nn.Module):
 @mistake("different_noise")
 def tensor_parallel_ranks_with_their_own_seeds(wrong):
     model = Parallel()
-    torch.manual_seed(dist.get_rank() if wrong else 0)
-    data = iter(samples().tensors[0].to(DEVICE).split(4))
-    train(model, sgd(model), batch=lambda: (next(data), torch.zeros(4, 8, device=DEVICE)))
+    seed = 0
+    if wrong:
+        seed = dist.get_rank()
+    torch.manual_seed(seed)
+    train(model, sgd(model), batch=equal_batches())
 
 
 @mistake("different_buffers")
 def an_evaluation_with_own_statistics(wrong):
-    model = DDP(
-        nn.Sequential(nn.Linear(8, 8, device=DEVICE), nn.BatchNorm1d(8, device=DEVICE)), broadcast_buffers=False
-    )
+    model = DDP(network_with_batch_norm(), broadcast_buffers=False)
     train(model, sgd(model))
     if not wrong:
         for buffer in model.buffers():
@@ -660,7 +784,7 @@ def rank_0_logs_its_own_loss(wrong):
             loss = loss.detach()
             dist.all_reduce(loss)
         if dist.get_rank() == 0:
-            f"{loss.item():.3f}"
+            f"{loss.item():.3f}"  # a script would print this text
 
 
 # --- correct programs -------------------------------------------------------------------------------------------------
@@ -675,8 +799,10 @@ def ddp_with_workers_epochs_and_an_evaluation():
     for epoch in range(2):
         loader.sampler.set_epoch(epoch)
         train_on(loader, model, optimizer)
+        loss = torch.zeros(1, device=DEVICE)
         with torch.no_grad():
-            loss = sum(F.mse_loss(model(inputs), targets) for inputs, targets in on_device(held_out))
+            for inputs, targets in on_device(held_out):
+                loss += F.mse_loss(model(inputs), targets)
         dist.all_reduce(loss)
 
 
@@ -696,35 +822,39 @@ def fsdp_with_accumulation_and_clipping():
 
 @correct
 def tensor_parallel_beside_a_mesh_dimension_of_one():
+    """Both ranks are one tensor-parallel group, so fully_shard has only one rank to shard over."""
     grid = init_device_mesh(DEVICE, (1, 2), mesh_dim_names=("data", "tensor"))
     model = network()
     parallelize_module(model, grid["tensor"], {"0": ColwiseParallel(), "3": RowwiseParallel()})
     sharded(model, mesh=grid["data"])
-    data = iter(samples().tensors[0].to(DEVICE).split(4))
-    train(model, sgd(model), batch=lambda: (next(data), torch.zeros(4, 8, device=DEVICE)))
+    train(model, sgd(model), batch=equal_batches())
 
 
 @correct
 def tensor_parallel_by_hand():
-    """Equal batches, equal first weights, and a sum outside the modules."""
+    """Each rank has half of two layers. Their batches and first weights are equal, and no module adds up the halves."""
     torch.manual_seed(0)
-    first, second = nn.Linear(8, 8, device=DEVICE), nn.Linear(8, 8, bias=False, device=DEVICE)
+    first = nn.Linear(8, 8, device=DEVICE)
+    second = nn.Linear(8, 8, bias=False, device=DEVICE)
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
-    for inputs in samples().tensors[0].to(DEVICE).split(4)[:STEPS]:
-        partial = second(torch.relu(first(inputs)))
-        whole = partial.detach().clone()
-        dist.all_reduce(whole)
+    for inputs in equal_inputs():
+        own_part = second(torch.relu(first(inputs)))
+        total = own_part.detach().clone()
+        dist.all_reduce(total)
+        part_of_others = total - own_part.detach()
+        output = own_part + part_of_others  # has the value of the total, and the gradient of this rank's part
+
         optimizer.zero_grad()
-        (partial + whole - partial.detach()).square().mean().backward()
+        output.square().mean().backward()
         optimizer.step()
 
 
 @correct
 def a_pipeline_by_hand():
-    """Stages with equal shapes and equal first weights."""
+    """Each rank has a stage of a pipeline. The stages have equal shapes and equal first weights, and no replicas."""
     stage = network()
     optimizer = sgd(stage)
-    for inputs in samples().tensors[0].to(DEVICE).split(4)[:STEPS]:
+    for inputs in equal_inputs():
         optimizer.zero_grad()
         if dist.get_rank() == 0:
             outputs = stage(inputs)
@@ -742,7 +872,7 @@ def a_pipeline_by_hand():
 
 
 class Expert(nn.Module):
-    """One expert a rank: each sends half of its tokens to the other rank, and gets them back."""
+    """One expert on each rank. A rank sends half of its tokens to the other rank's expert, and gets them back."""
 
     def __init__(self):
         super().__init__()
@@ -752,8 +882,9 @@ class Expert(nn.Module):
     def forward(self, tokens):
         from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-        there = all_to_all_single_autograd(tokens, None, None, dist.group.WORLD)
-        return all_to_all_single_autograd(self.layer(there), None, None, dist.group.WORLD)
+        tokens_of_this_expert = all_to_all_single_autograd(tokens, None, None, dist.group.WORLD)
+        outputs = self.layer(tokens_of_this_expert)
+        return all_to_all_single_autograd(outputs, None, None, dist.group.WORLD)
 
 
 @correct
@@ -764,10 +895,12 @@ def experts_that_begin_equal():
 
 @correct
 def experts_beside_ddp():
-    """DDP leaves the expert alone, which differs from rank to rank."""
-    model = nn.Sequential(nn.Linear(8, 8, device=DEVICE), nn.Linear(8, 8, device=DEVICE))
+    """The second layer is an expert, which differs from rank to rank. DDP is told to leave it alone."""
+    shared_layer = nn.Linear(8, 8, device=DEVICE)
+    expert = nn.Linear(8, 8, device=DEVICE)
     torch.manual_seed(dist.get_rank())
-    nn.init.normal_(model[1].weight)
+    nn.init.normal_(expert.weight)
+    model = nn.Sequential(shared_layer, expert)
     DDP._set_params_and_buffers_to_ignore_for_model(model, ["1.weight", "1.bias"])
     wrapped = DDP(model)
     train(wrapped, sgd(wrapped))
@@ -780,13 +913,13 @@ def averaging_by_hand_in_one_buffer():
     for inputs, targets in on_device(divided_loader(samples())):
         optimizer.zero_grad()
         F.mse_loss(model(inputs), targets).backward()
-        flat = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-        dist.all_reduce(flat)
-        flat /= dist.get_world_size()
-        for parameter, part in zip(
-            model.parameters(), flat.split([p.numel() for p in model.parameters()]), strict=True
-        ):
-            parameter.grad.copy_(part.view_as(parameter))
+        gradients = [parameter.grad for parameter in model.parameters()]
+        buffer = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(buffer)
+        buffer /= dist.get_world_size()
+        averages = buffer.split([gradient.numel() for gradient in gradients])
+        for gradient, average in zip(gradients, averages, strict=True):
+            gradient.copy_(average.view_as(gradient))
         optimizer.step()
 
 
@@ -806,6 +939,7 @@ def averaging_by_hooks():
 
 @correct
 def weights_averaged_now_and_then():
+    """Local SGD: the weights differ for four steps, and then they are averaged."""
     model = network()
     optimizer = sgd(model)
     for number, (inputs, targets) in enumerate(on_device(divided_loader(samples()))):
@@ -867,14 +1001,9 @@ def every_argument_by_its_name():
 def mixed_precision_with_clipping():
     model = DDP(network())
     optimizer = torch.optim.AdamW(model.parameters())
-    scheduler = torch.optim.lr_scheduler.SequentialLR(
-        optimizer,
-        [
-            torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=2),
-            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8),
-        ],
-        milestones=[2],
-    )
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=2)
+    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8)
+    scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, decay], milestones=[2])
     scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
     for _ in range(STEPS):
         inputs, targets = own_batch()
@@ -891,6 +1020,7 @@ def mixed_precision_with_clipping():
 
 @correct
 def clipping_to_a_scaled_norm():
+    """The gradients are clipped while they are scaled, but the norm to which they are clipped is scaled as well."""
     model = DDP(network())
     optimizer = sgd(model)
     scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
@@ -905,42 +1035,53 @@ def clipping_to_a_scaled_norm():
 
 @correct
 def a_scaler_for_one_of_two_losses():
-    scaled, plain = DDP(network()), DDP(network())
-    optimizers = sgd(scaled), sgd(plain)
+    scaled_model = DDP(network())
+    plain_model = DDP(network())
+    scaled_optimizer = sgd(scaled_model)
+    plain_optimizer = sgd(plain_model)
     scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
     for _ in range(STEPS):
         inputs, targets = own_batch()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        scaler.scale(F.mse_loss(scaled(inputs), targets)).backward()
-        F.mse_loss(plain(inputs), targets).backward()
-        scaler.step(optimizers[0])
-        optimizers[1].step()
+        scaled_optimizer.zero_grad()
+        plain_optimizer.zero_grad()
+        scaler.scale(F.mse_loss(scaled_model(inputs), targets)).backward()
+        F.mse_loss(plain_model(inputs), targets).backward()
+        scaler.step(scaled_optimizer)
+        plain_optimizer.step()
         scaler.update()
 
 
 @correct
 def a_gan():
-    generator, critic = DDP(network()), DDP(network())
-    optimizers = torch.optim.Adam(generator.parameters()), torch.optim.Adam(critic.parameters())
+    """The generator's loss also gives gradients to the critic, which are deleted before the critic's next step."""
+    generator = DDP(network())
+    critic = DDP(network())
+    generator_optimizer = torch.optim.Adam(generator.parameters())
+    critic_optimizer = torch.optim.Adam(critic.parameters())
     for _ in range(STEPS):
         noise, real = own_batch()
-        optimizers[1].zero_grad()
-        (critic(generator(noise).detach()) - critic(real)).mean().backward()
-        optimizers[1].step()
-        optimizers[0].zero_grad()
-        critic(generator(noise)).mean().neg().backward()
-        optimizers[0].step()
+
+        critic_optimizer.zero_grad()
+        made = generator(noise).detach()
+        critic_loss = (critic(made) - critic(real)).mean()
+        critic_loss.backward()
+        critic_optimizer.step()
+
+        generator_optimizer.zero_grad()
+        generator_loss = -critic(generator(noise)).mean()
+        generator_loss.backward()
+        generator_optimizer.step()
 
 
 @correct
 def a_frozen_layer_a_teacher_and_an_average_of_weights():
     model = network()
-    teacher = network()
     model[0].requires_grad_(False)
-    wrapped = DDP(model)
+    teacher = network()
     average = copy.deepcopy(model)
-    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1)
+    wrapped = DDP(model)
+    trained_parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained_parameters, lr=0.1)
     for _ in range(STEPS):
         inputs, _ = own_batch()
         with torch.no_grad():
@@ -949,14 +1090,14 @@ def a_frozen_layer_a_teacher_and_an_average_of_weights():
         F.mse_loss(wrapped(inputs), targets).backward()
         optimizer.step()
         with torch.no_grad():
-            for mine, other in zip(average.parameters(), model.parameters(), strict=True):
-                mine.lerp_(other, 0.1)
+            for averaged, current in zip(average.parameters(), model.parameters(), strict=True):
+                averaged.lerp_(current, 0.1)
             average(inputs)
 
 
 @correct
 def rank_0_evaluates_and_saves_the_module():
-    model = DDP(nn.Sequential(nn.Linear(8, 8, device=DEVICE), nn.BatchNorm1d(8, device=DEVICE)))
+    model = DDP(network_with_batch_norm())
     optimizer = sgd(model)
     folder = folder_of_rank_0()
     for _ in range(2):
@@ -983,17 +1124,23 @@ def a_search_for_a_learning_rate():
     """Each rank trains alone on the same batches, with a rate of its own, and the best is taken."""
     model = network()
     loader = DataLoader(samples(), batch_size=4)
-    train_on(loader, model, sgd(model, lr=0.1 / (1 + dist.get_rank())))
-    dist.all_gather_object([None] * dist.get_world_size(), 0.5)
+    own_rate = 0.1 / (1 + dist.get_rank())
+    train_on(loader, model, sgd(model, lr=own_rate))
+    own_score = 0.5
+    scores = [None] * dist.get_world_size()
+    dist.all_gather_object(scores, own_score)
 
 
 @correct
 def folds_of_a_cross_validation():
     """Each rank trains a model that begins like the others, on the samples that it does not hold out."""
-    data = samples().tensors[0].to(DEVICE)
-    kept = data[[number for number in range(len(data)) if number % dist.get_world_size() != dist.get_rank()]]
+    inputs, _ = samples().tensors
+    inputs = inputs.to(DEVICE)
+    folds = torch.arange(len(inputs)) % dist.get_world_size()  # the fold of each sample: 0, 1, 0, 1, ...
+    kept = inputs[folds != dist.get_rank()]
     model = network()
-    train_on(DataLoader(TensorDataset(kept, kept), batch_size=4), model, sgd(model))
+    loader = DataLoader(TensorDataset(kept, kept), batch_size=4)
+    train_on(loader, model, sgd(model))
     score = torch.zeros(1, device=DEVICE)
     dist.all_reduce(score)
 
@@ -1003,7 +1150,8 @@ def two_trainings_with_loaders_of_their_own():
     """The first loader is gone when the second begins, which divides other samples in the same order."""
     for number in range(2):
         model = DDP(network())
-        dataset = TensorDataset(*(tensor + number for tensor in samples().tensors))
+        inputs, targets = samples().tensors
+        dataset = TensorDataset(inputs + number, targets + number)
         train_on(divided_loader(dataset), model, sgd(model))
 
 
@@ -1031,23 +1179,29 @@ def recomputed_activations():
 
 @correct
 def unequal_numbers_of_micro_batches():
-    """A rank with longer texts takes more micro-batches; one of them is averaged."""
+    """A rank with longer texts takes more micro-batches. The last one averages the gradients of all of them."""
     model = DDP(network())
     optimizer = sgd(model)
+
+    def forward_and_backward():
+        inputs, targets = own_batch()
+        F.mse_loss(model(inputs), targets).backward()
+
     for _ in range(STEPS):
         optimizer.zero_grad()
         with model.no_sync():
             for _ in range(1 + dist.get_rank()):
-                F.mse_loss(model(own_batch()[0]), torch.zeros(4, 8, device=DEVICE)).backward()
-        F.mse_loss(model(own_batch()[0]), torch.zeros(4, 8, device=DEVICE)).backward()
+                forward_and_backward()
+        forward_and_backward()
         optimizer.step()
 
 
 @correct
 def a_reference_beside_ddp():
     """Each rank also trains the whole batch alone, to compare."""
-    wrapped, reference = DDP(network()), network()
+    wrapped = DDP(network())
     train_on(divided_loader(samples()), wrapped, sgd(wrapped))
+    reference = network()
     train_on(DataLoader(samples(), batch_size=8), reference, sgd(reference))
 
 
@@ -1055,15 +1209,22 @@ def a_reference_beside_ddp():
 def one_fixed_batch():
     """A benchmark trains on the same made-up batch everywhere and always."""
     model = DDP(network())
-    fixed = torch.ones(4, 8, device=DEVICE)
-    train(model, sgd(model), batch=lambda: (fixed, fixed))
+    ones = torch.ones(4, 8, device=DEVICE)
+
+    def fixed_batch():
+        return ones, ones
+
+    train(model, sgd(model), batch=fixed_batch)
 
 
 @correct
 def a_new_head_on_loaded_weights():
     model = network()
-    saved = {name: tensor for name, tensor in network().state_dict().items() if name.startswith("0.")}
-    model.load_state_dict(saved, strict=False)
+    weights_of_first_layer = {}
+    for name, tensor in network().state_dict().items():
+        if name.startswith("0."):
+            weights_of_first_layer[name] = tensor
+    model.load_state_dict(weights_of_first_layer, strict=False)
     wrapped = DDP(model)
     train(wrapped, sgd(wrapped))
 
@@ -1092,9 +1253,11 @@ def a_model_that_lives_on_two_meshes():
 
 @correct
 def sequence_parallel_activations():
-    """Each rank holds other rows of one batch; a replicated DTensor weight sums its gradient."""
-    rows = distribute_tensor(samples().tensors[0].to(DEVICE), mesh(), [Shard(0)])
-    weight = nn.Parameter(distribute_tensor(torch.ones(8, 8, device=DEVICE), mesh(), [Replicate()]))
+    """Each rank holds other rows of one batch. The gradient of a replicated DTensor weight is summed over the ranks."""
+    inputs, _ = samples().tensors
+    rows = distribute_tensor(inputs.to(DEVICE), mesh(), [Shard(0)])
+    ones = torch.ones(8, 8, device=DEVICE)
+    weight = nn.Parameter(distribute_tensor(ones, mesh(), [Replicate()]))
     optimizer = torch.optim.SGD([weight], lr=0.01)
     for _ in range(STEPS):
         optimizer.zero_grad()

@@ -15,6 +15,7 @@ import hosts
 
 missing = functools.partial(hosts.missing, "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "munged")
 WAIT_SECONDS = 300
+# slurm.conf for the hosts of a Cluster: head, compute1 with the node n1, compute2 with n2, and so on.
 SETTINGS = """\
 ClusterName=book
 SlurmctldHost=head
@@ -65,9 +66,9 @@ STEP = {
 
 
 class Cluster:
-    """The controller's host, ``head``, and the nodes' hosts by name, all connected to one switch.
+    """Slurm's controller on the host ``head``, and nodes on hosts of their own. All are connected to one switch.
 
-    The exit stack ends the hosts, and with them the daemons.
+    The exit stack ends the hosts, and with them Slurm's daemons.
     """
 
     def __init__(self, folder, nodes, stack):
@@ -75,32 +76,46 @@ class Cluster:
         write_files(folder, nodes)
 
         # The host of n1 is called compute1. So a node's name in Slurm has no address, as on some clusters.
-        names = ["head", *(f"compute{number}" for number in range(1, nodes + 1))]
-        addresses = {name: f"10.88.0.{number}" for number, name in enumerate(names, 10)}
-        machines = []
-        for name in names:
-            known = {"localhost": "127.0.0.1", **addresses}
-            if name != "head":
-                known[name] = "127.0.1.1"  # As Debian has it, a node's own name means the loopback.
-            machine = hosts.Host(name, folder, known)
-            stack.callback(machine.end)
-            machines.append(machine)
-        self.head, *computers = machines
-        self.nodes = {f"n{number}": computer for number, computer in enumerate(computers, 1)}
+        host_names = ["head"]
+        for number in range(1, nodes + 1):
+            host_names.append(f"compute{number}")
+        addresses = {name: f"10.88.0.{number}" for number, name in enumerate(host_names, 10)}
+
+        self.head = self.start_host("head", addresses, folder, stack)
+        self.nodes = {}  # {the node's name in Slurm, such as "n1": its host}
+        for number in range(1, nodes + 1):
+            self.nodes[f"n{number}"] = self.start_host(f"compute{number}", addresses, folder, stack)
+        self.connect_to_switch(addresses)
+        self.start_daemons(folder)
+
+    def start_host(self, name, addresses, folder, stack):
+        """Start a host that can look up all addresses, but for its own, and let the exit stack end it."""
+        known = {"localhost": "127.0.0.1", **addresses}
+        if name != "head":
+            known[name] = "127.0.1.1"  # As on Debian, a node's own name means the loopback.
+        host = hosts.Host(name, folder, known)
+        stack.callback(host.end)
+        return host
+
+    def connect_to_switch(self, addresses):
+        """Make a network of the hosts: a switch on the head, and a cable from it to each node."""
         self.head.ip("link", "add", "switch", "type", "bridge")
         self.head.switch_on(addresses["head"], "switch")
         for name, node in self.nodes.items():
-            node.connect(addresses[node.name], self.head, plug=name)
+            node.connect(addresses[node.name], self.head, interface_there=name)
             self.head.ip("link", "set", name, "master", "switch", "up")
 
-        munge_files = {
-            "socket": "munge.socket",
-            "key-file": "munge.key",
-            "pid-file": "munged.pid",
-            "log-file": "munged.log",
-            "seed-file": "munge.seed",
-        }
-        self.run("munged", "--force", *(f"--{option}={folder / name}" for option, name in munge_files.items()))
+    def start_daemons(self, folder):
+        """Start munged, with which Slurm's daemons know each other, then the controller, then a daemon on each node."""
+        self.run(
+            "munged",
+            "--force",
+            f"--socket={folder}/munge.socket",
+            f"--key-file={folder}/munge.key",
+            f"--pid-file={folder}/munged.pid",
+            f"--log-file={folder}/munged.log",
+            f"--seed-file={folder}/munge.seed",
+        )
         self.run("slurmctld")
         self.start_time = time.monotonic()
         for name, node in self.nodes.items():
@@ -116,15 +131,19 @@ class Cluster:
         return int(self.run("sbatch", "--parsable", *command, cwd=cwd))
 
     def wait_for(self, condition, output=None):
-        """Wait until a condition holds. If it does not, the error shows the queue, and the file with a job's output."""
+        """Wait until ``condition()`` is true.
+
+        If it does not become true in time, the AssertionError shows Slurm's queue and nodes, and a job's output, which
+        is in the file ``output``.
+        """
         end = time.monotonic() + WAIT_SECONDS
         while not condition():
             if time.monotonic() > end:
                 written = ""
-                if output and output.exists():
+                if output is not None and output.exists():
                     written = output.read_text()
                 raise AssertionError(f"Not within {WAIT_SECONDS} s.\n{self.run('squeue')}{self.run('sinfo')}{written}")
-            time.sleep(0.4)  # Each look at the queue starts two processes.
+            time.sleep(0.4)  # not more often, because each look at the queue starts two processes
 
     def seconds_until_limits_are_checked(self):
         """Seconds until the controller next looks for jobs whose time is up, which it does every 30 s."""
@@ -132,9 +151,9 @@ class Cluster:
 
 
 def environment_of_slurm(folder):
-    """Environment variables in which Slurm's programs find this cluster, without those of the tests."""
-    ours = ("SLURM_", "SBATCH_", "PYTEST_", "PYTHONUNBUFFERED", "TORCH", "OMP_", "GLOO_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    """Environment variables with which Slurm's programs find this cluster, without those that the tests have set."""
+    set_by_tests = ("SLURM_", "SBATCH_", "PYTEST_", "PYTHONUNBUFFERED", "TORCH", "OMP_", "GLOO_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(set_by_tests)}
     environment["SLURM_CONF"] = str(folder / "slurm.conf")
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return environment
@@ -156,6 +175,11 @@ def slurm(nodes=3):
     # Not in TMPDIR: slurm.conf cannot hold a path with a space.
     with tempfile.TemporaryDirectory(dir="/tmp") as folder, contextlib.ExitStack() as stack:
         cluster = Cluster(Path(folder), nodes, stack)
-        idle = ["sinfo", "--noheader", "--partition=main", "--format=%T %D"]
-        cluster.wait_for(lambda: cluster.run(*idle).split() == ["idle", str(nodes)])
+
+        def all_nodes_are_idle():
+            """Whether sinfo prints one line, such as "idle 3", because all nodes are in the same state."""
+            states = cluster.run("sinfo", "--noheader", "--partition=main", "--format=%T %D")
+            return states.split() == ["idle", str(nodes)]
+
+        cluster.wait_for(all_nodes_are_idle)
         yield cluster

@@ -34,17 +34,22 @@ ENDED_BY_ITSELF = [pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED]
 
 
 def fingerprints(root):
-    """{page: fingerprint} of all notebooks and Markdown pages, with names such as notebooks/04_ddp."""
+    """The fingerprints of all notebooks and Markdown pages: ``{"notebooks/04_ddp": "3f2a…"}``."""
     paths = [*(root / "notebooks").glob("*.ipynb"), *(root / "book").glob("*.md")]
-    return {path.relative_to(root).with_suffix("").as_posix(): fingerprint(path) for path in sorted(paths)}
+    found = {}
+    for path in sorted(paths):
+        page = path.relative_to(root).with_suffix("").as_posix()
+        found[page] = fingerprint(path)
+    return found
 
 
 def tests_of(root, page):
-    """The names of the tests that have to pass for a page."""
+    """The names of the tests that have to pass for a page. Of a notebook, each code cell is a test of nbval."""
     notebook = root / f"{page}.ipynb"
     if not notebook.exists():
         return {*TESTS_OF_THE_BOOK, TEST_OF_A_PAGE.format(page=page)}
-    return {f"{page}.ipynb::Cell {number}" for number in range(len(code_cells(notebook)))}  # nbval's names
+    number_of_cells = len(code_cells(notebook))
+    return {f"{page}.ipynb::Cell {number}" for number in range(number_of_cells)}
 
 
 class VerifiedRun:
@@ -76,24 +81,26 @@ class VerifiedRun:
     def write(self, run):
         """Add what passed to the file. A page that was edited while the tests ran is left out."""
         fingerprints_now = fingerprints(self.root)
-        passed = self.passed - self.failed
-        pages, scripts = [], []
-        for page, of_code in fingerprints_now.items():
-            if of_code != self.fingerprints_at_start.get(page):
+        passed_tests = self.passed - self.failed
+        passed_pages = []
+        chapters_with_passed_script = []
+        for page, fingerprint_now in fingerprints_now.items():
+            if fingerprint_now != self.fingerprints_at_start.get(page):
                 continue
-            if tests_of(self.root, page) <= passed:
-                pages.append(page)
-            if TEST_OF_A_SCRIPT.format(script=Path(page).name) in passed:
-                scripts.append(page)
-        if not pages and not scripts:
+            if tests_of(self.root, page) <= passed_tests:
+                passed_pages.append(page)
+            if TEST_OF_A_SCRIPT.format(script=Path(page).name) in passed_tests:
+                chapters_with_passed_script.append(page)
+        if not passed_pages and not chapters_with_passed_script:
             return
 
         file = self.root / "notebooks" / FILE_NAME
         record = read_record(file)
-        for page in pages:
+        for page in passed_pages:
             add_page(record, page, fingerprints_now[page], run)
-        for page in scripts:
+        for page in chapters_with_passed_script:
             add_script(record, Path(page).name, fingerprints_now[page], run.torch)
         drop_what_is_gone(record, fingerprints_now)
         write_record(record, file)
-        self.summary = f"{len(pages)} pages and {len(scripts)} scripts passed: recorded in notebooks/{FILE_NAME}"
+        counted = f"{len(passed_pages)} pages and {len(chapters_with_passed_script)} scripts passed"
+        self.summary = f"{counted}: recorded in notebooks/{FILE_NAME}"

@@ -2,8 +2,8 @@
 
 from axe_playwright_python.base import AXE_SCRIPT
 
-OF_COLOURS = {"runOnly": {"type": "rule", "values": ["color-contrast", "link-in-text-block"]}}
-THEMES_OWN = {"label-content-name-mismatch", "region"}  # axe's findings on an empty page of the theme
+COLOUR_RULES = {"runOnly": {"type": "rule", "values": ["color-contrast", "link-in-text-block"]}}
+RULES_THAT_THE_THEME_BREAKS = {"label-content-name-mismatch", "region"}  # also on an empty page
 
 WIDE = {"width": 1280, "height": 900}
 NARROW = {"width": 360, "height": 740}
@@ -11,24 +11,28 @@ PATIENCE = 120_000  # milliseconds: a busy machine is slow, and no test here mea
 
 
 def open_page(context, url, name, complaints):
-    """Open a page of the book, and go on adding to ``complaints``: the browser's, and requests to other hosts.
+    """Open a page of the book. Returns the page of the browser.
 
-    Chromium's complaints have the requests that fail, and replies such as 404.
+    As long as the page is open, what is wrong is added to the list ``complaints``: the browser's errors and warnings,
+    also on requests that fail and replies such as 404, the errors of scripts, and requests to other hosts.
     """
     page = context.new_page()
     page.set_default_timeout(PATIENCE)
 
-    def hear(message):
+    def on_console(message):
         if message.type in ("error", "warning"):
             complaints.append(f"{message.text} {message.location['url']}")
 
-    def check(request):
+    def on_error(error):
+        complaints.append(f"page error: {error}")
+
+    def on_request(request):
         if not request.url.startswith((url, "data:", "blob:")):
             complaints.append(f"outside request: {request.url}")
 
-    page.on("console", hear)
-    page.on("pageerror", lambda error: complaints.append(f"page error: {error}"))
-    page.on("request", check)
+    page.on("console", on_console)
+    page.on("pageerror", on_error)
+    page.on("request", on_request)
     page.emulate_media(color_scheme="light")
     page.goto(f"{url}/{name}.html")
     return page
@@ -44,7 +48,7 @@ def unfold(page):
 
 # A page's listings have up to 13,000 coloured words. Of the words with equal classes and ancestors' classes, axe gets
 # the first one. The others lose their element and become a part of the text around them.
-ONE_OF_A_KIND = """() => {
+KEEP_ONE_WORD_OF_A_KIND = """() => {
     const seen = new Set();
     for (const word of [...document.querySelectorAll('pre span[class]:not(:has(*))')]) {
         let kind = '';
@@ -56,7 +60,7 @@ ONE_OF_A_KIND = """() => {
 # Axe takes 5 ms for the contrast of a text. The contrast depends on the text's style and on what its ancestors paint
 # behind it. So of the visible texts for which all of that is equal, only the first is marked and checked. Texts of one
 # letter are left out, because axe says nothing about them.
-ONE_OF_A_LOOK = """() => {
+MARK_ONE_TEXT_OF_A_LOOK = """() => {
     const seen = new Set(), behind = new Map([[null, '']]);
     const look = (tag, ...names) => names.map(name => getComputedStyle(tag)[name]).join();
     const ground = tag => {
@@ -81,29 +85,36 @@ AXE = AXE_SCRIPT + ";axe.configure({rules: [{id: 'color-contrast', selector: '[d
 RUN_AXE = "options => axe.run({resultTypes: ['violations'], preload: false, ...options}).then(all => all.violations)"
 
 # Axe says nothing about what is hidden. The drawings of the frames that a figure hides are half of a page's elements.
-WITHOUT_HIDDEN_FRAMES = """() => {
+REMOVE_HIDDEN_FRAMES = """() => {
     for (const view of document.querySelectorAll('.wso-view')) if (!view.checkVisibility()) view.replaceChildren();
 }"""
 
 
 def seen_by_axe(page):
-    """Yields what axe finds on a page, light and dark. In dark, only rules on colours are checked."""
-    for script in (WITHOUT_HIDDEN_FRAMES, ONE_OF_A_KIND, AXE):
-        page.evaluate(script)
-    for scheme, rules in {"light": {}, "dark": OF_COLOURS}.items():
+    """Yields what axe finds on a page, as lines: "dark: color-contrast: <span ...".
+
+    On the light page all rules are checked. On the dark one only those on colours are.
+    """
+    page.evaluate(REMOVE_HIDDEN_FRAMES)
+    page.evaluate(KEEP_ONE_WORD_OF_A_KIND)
+    page.evaluate(AXE)
+    for scheme, rules in {"light": {}, "dark": COLOUR_RULES}.items():
         page.emulate_media(color_scheme=scheme)
         page.locator(f"html[data-theme={scheme}]").wait_for()
         unfold(page)
-        page.evaluate(ONE_OF_A_LOOK)
-        for rule in page.evaluate(RUN_AXE, rules):
-            if rule["id"] not in THEMES_OWN:
-                yield from (f"{scheme}: {rule['id']}: {node['html'][:200]}" for node in rule["nodes"])
+        page.evaluate(MARK_ONE_TEXT_OF_A_LOOK)
+        for violation in page.evaluate(RUN_AXE, rules):
+            rule = violation["id"]
+            if rule not in RULES_THAT_THE_THEME_BREAKS:
+                for node in violation["nodes"]:
+                    yield f"{scheme}: {rule}: {node['html'][:200]}"
 
 
 def too_wide(page):
-    """Yields a problem where a page that is 360 pixels wide scrolls sideways."""
+    """Yields one problem, as a line, if a page does not fit on a phone: at 360 pixels, it can be scrolled sideways."""
     page.set_viewport_size(NARROW)
     width = page.evaluate("document.documentElement.scrollWidth")
-    if width > NARROW["width"] or page.evaluate("window.scrollTo(200, 0), window.scrollX"):
+    scrolled = page.evaluate("window.scrollTo(200, 0), window.scrollX")
+    if width > NARROW["width"] or scrolled > 0:
         yield f"{width} pixels wide where {NARROW['width']} are shown"
     page.set_viewport_size(WIDE)

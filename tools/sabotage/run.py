@@ -161,7 +161,7 @@ def copy_of_the_project(folder: Path) -> Path:
 def notebook_of(chapter: str) -> Path:
     """The file of a chapter's notebook. ``chapter`` is its number, such as 04 or 10b, or how its file's name begins."""
     if chapter[0].isdigit():
-        pattern = f"{chapter}_*.ipynb"  # so that 10 does not find 10b_checkpoints_in_practice.ipynb
+        pattern = f"{chapter}_*.ipynb"  # so that 10 does not find 10b_topic.ipynb
     else:
         pattern = f"{chapter}*.ipynb"
     [path] = (ROOT / "notebooks").glob(pattern)

@@ -1,4 +1,4 @@
-"""Published numbers, reproduced: one function for each quantity, and what shows that a row contradicts itself.
+"""Published numbers, reproduced: a function for each quantity, and checks whether a row contradicts itself.
 
 A row of book/recorded/published.csv has what, quantity, inputs (the inside of a TOML table), published, unit, target
 (how near the planner must come) and source.
@@ -72,14 +72,14 @@ def activations_in_sbh(model: Model, layout: Layout) -> float:
 def utilization(
     model: Model, tokens_per_second: float, gpus: int, peak: float, count: str = "6N+A", recompute: str = "none"
 ) -> float:
-    """MFU; HFU where recompute says what was recomputed."""
+    """The MFU, or the HFU if ``recompute`` says what was recomputed."""
     return achieved(model, tokens_per_second, gpus, count, recompute) / peak
 
 
 def days(
     tokens: float, gpus: int, tflops: float, model: Model | None = None, parameters: float = 0, recompute: str = "none"
 ) -> float:
-    """Days of training on ``gpus`` GPUs that each reach a speed, ``tflops``, which is in FLOP/s here.
+    """Days of training on GPUs that each reach the speed ``tflops``, which is in FLOP/s here.
 
     FLOPs are counted from the model, or without one from the number of parameters P: 8TP for T tokens with full
     recomputation, 6TP without (Narayanan et al. 2021, equation 4).
@@ -154,16 +154,16 @@ QUANTITIES: dict[str, Callable[..., float]] = {
 
 @dataclass(frozen=True)
 class Relation:
-    """What a row's columns must satisfy if it has all of these: the product of factors / divisor is the result."""
+    """An equation between columns of a row: the product of the factors, divided by the divisor, is the result."""
 
-    factors: tuple[str, ...]
+    factors: tuple[str, ...]  # names of columns
     result: str
     divisor: str = ""
-    exact: bool = False  # for counts; other columns are rounded
+    exact: bool = False  # True for counts, which are not rounded
 
     @property
     def columns(self) -> list[str]:
-        """The names of all columns that it is about."""
+        """The names of all columns in the equation."""
         return [column for column in (*self.factors, self.divisor, self.result) if column]
 
     @property
@@ -175,7 +175,7 @@ class Relation:
         return product
 
     def tolerance(self, row: Mapping[str, Any]) -> Decimal:
-        """The relative difference that a row may have: 1 %, and half of the last published digit of each number."""
+        """How much the two sides may differ, relatively: by 1 %, and by half of each number's last published digit."""
         if self.exact:
             return Decimal(0)
         tolerance = Decimal("0.01")
@@ -186,7 +186,7 @@ class Relation:
         return tolerance
 
 
-SHAPE = "the model's shape"  # the parameters that it makes, a column that every row with a model gets
+SHAPE = "the model's shape"  # a column that every row with a model gets: the parameters that follow from its shape
 RELATIONS = (
     Relation(("tp", "pp", "cp", "dp"), "gpus", exact=True),
     Relation(("dp", "batch_per_dp"), "batch", exact=True),
@@ -226,10 +226,10 @@ def contradictions(row: dict[str, Any]) -> list[str]:
 
 
 def half_unit(number: str | Decimal) -> Decimal:
-    """By how much rounding may have changed a published number: by half of one in its last digit.
+    """By how much rounding may have changed a published number: half of one in its last digit.
 
-    This is 0.05 for 31.4, and 0.5 for 144. The zero at the end of a whole number such as 400 may be a rounded digit, so
-    it is half of ten then, 5.
+    For example 0.05 for 31.4, and 0.5 for 144. The zero at the end of a whole number such as 400 may be a rounded
+    digit, so for 400 it is 5.
     """
     number = Decimal(number)
     exponent = int(number.as_tuple().exponent)  # of the last digit: -1 for 31.4, 0 for 144

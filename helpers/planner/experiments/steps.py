@@ -30,7 +30,7 @@ PRIOR = Corrections(h100=0.8, engine=1.0, float8=1.0, experts=1.0, eager=3.0, pa
 # How near: the standard deviation of each factor's logarithm.
 WIDTH = Corrections(h100=0.15, engine=0.15, float8=0.15, experts=0.3, eager=0.3, parts=0.3, exposed=0.3)
 NOISE = 0.1  # the standard deviation of log(predicted / published)
-# A plan from counts alone: programs on H100s reach as much as Megatron-LM does on A100s.
+# A plan from counts alone, as if programs on H100s reached the same shares of the peak as Megatron-LM on A100s.
 UNCORRECTED = Corrections(h100=1.0, engine=1.0, float8=1.0, experts=1.0, eager=1.0, parts=1.0, exposed=1.0)
 
 
@@ -52,11 +52,11 @@ class PublishedStep:
 
     @property
     def speed(self) -> float:
-        """Planned tokens a second beside the published ones: above 1 where the plan is too fast."""
+        """Planned tokens a second divided by the published ones: above 1 if the plan is too fast."""
         return self.planned / self.published
 
     def speed_by(self, corrections: Corrections) -> float:
-        """What speed would be with other corrections."""
+        """What ``speed`` would be with other corrections."""
         return float(np.exp(-self.log_error(corrections)))
 
     @property
@@ -76,18 +76,18 @@ class PublishedStep:
 
     @property
     def memory(self) -> float:
-        """Planned GiB beside the published ones: above 1 where the plan needs more. 0 if none were published."""
+        """Planned GiB divided by the published ones: above 1 if the plan needs more. 0 if none were published."""
         if self.gib == 0:
             return 0
         return self.planned_gib / self.gib
 
     @functools.cached_property
     def work(self) -> StepWork:
-        """Counted once for all fits."""
+        """What the step computes and sends. It is counted once for all fits."""
         return count_work(self.plan.model, self.plan.layout, self.plan.cluster, self.plan.conventions)
 
     def log_error(self, corrections: Corrections) -> float:
-        """log(predicted / published) of the seconds, by other corrections."""
+        """log(predicted / published) of the step's seconds, if these corrections were the planner's."""
         constants = FITTED
         if self.plan.cluster.gpu in HOPPER:
             constants = replace(FITTED, matmul=FITTED.matmul * corrections.h100)
@@ -121,7 +121,7 @@ def published_steps() -> list[PublishedStep]:
 
 
 def allocator_gaps(steps: Sequence[PublishedStep]) -> float:
-    """The median of what was reserved beyond the planned bytes of tensors, as a share of these."""
+    """The median share by which more memory was reserved than the planned bytes of tensors."""
     gaps = []
     for step in steps:
         if step.gib:

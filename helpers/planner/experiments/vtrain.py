@@ -43,19 +43,19 @@ class Step:
 
     @functools.cached_property
     def work(self) -> StepWork:
-        """Counted once for all fits."""
+        """What the step computes and sends. It is counted once for all fits."""
         return count_work(self.model, self.layout, self.cluster, MEGATRON)
 
     def log_error(self, constants: Constants) -> float:
-        """log(predicted / measured) of the step's seconds, if these constants are the planner's."""
-        # None of the corrections applies to these steps, so that it does not matter which are given.
+        """log(predicted / measured) of the step's seconds, if these constants were the planner's."""
+        # None of the corrections applies to these steps, so it does not matter which ones are given.
         predicted = sum(seconds_of_parts(self.work, constants, CORRECTIONS).values())
         return float(np.log(predicted / self.seconds))
 
 
 @functools.cache
 def measured() -> tuple[Step, ...]:
-    """vTrain's file: GPTs of Megatron-LM in float16, with full recomputation, on nodes of 8 A100s with NVLink."""
+    """Read vTrain's file: GPTs of Megatron-LM in float16, with full recomputation, on nodes of 8 A100s with NVLink."""
     lines = [line for line in MEASURED.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     return tuple(step_of(row) for row in csv.DictReader(lines))
 
