@@ -2280,9 +2280,10 @@ class TrainingObserver:
     def complete_record(self) -> None:
         """At the end of the observation: record this rank's number, host and device, and name the rank in findings."""
         record = self.record
+        script_had_a_group = self.store is not None  # it was seen then, and the script may have ended it since
         if dist.is_initialized():
             self.see_group()
-        elif self.store is None:  # the script has never made a group
+        elif not script_had_a_group:
             record.rank = int(os.environ.get("RANK", 0))
         record.host = socket.gethostname()
         if torch.cuda.is_available():
@@ -2654,11 +2655,11 @@ class TrainingObserver:
                 self.record.add_finding("no_gradient", code_line, sentence)
 
     def stale_parameters(self, observed: "ObservedOptimizer") -> list[Any]:
-        """The parameters of an optimizer that the model has certainly replaced by others; empty if that is not certain.
+        """The parameters of an optimizer that the model has replaced by others; none if that is not certain.
 
-        fully_shard, or a conversion of the model, replaces parameters by others of the same shapes. (A shard is a
-        DTensor, whose shape is that of the whole parameter.) So it is certain if the parameters that the optimizer has,
-        and no model, have the same shapes as those that the models have, and no optimizer.
+        fully_shard, or a conversion of the model, replaces each parameter by another of the same shape. (A shard is a
+        DTensor, whose shape is that of the whole parameter.) Then the optimizer still has the old parameters, which are
+        in no model, and the model has new ones, which are in no optimizer. It is certain if both have the same shapes.
         """
         trained = self.trained_parameters()
         in_no_model = []
@@ -3406,24 +3407,29 @@ def find_gradients_that_differ(replicas: Replicas, replica_records: Sequence[Rec
     Each rank with a replica computes the gradient anew, and rounding changes its checksum. So mean absolute values of
     the gradients are compared. ``replica_records`` are the records of the ranks that hold the replicas.
     """
-    for steps in common_steps(replica_records):
-        means_of_all_parameters: list[float] = []
-        for step in steps:
-            means_of_all_parameters += step.gradient_means.values()
-        tolerance = ROUNDING_OF_MEANS * max(means_of_all_parameters, default=0.0)
+    for step_on_ranks in common_steps(replica_records):
+        tolerance = ROUNDING_OF_MEANS * largest_gradient_mean(step_on_ranks)
         for key in replicas.keys:
-            means = [step.gradient_means[key] for step in steps if key in step.gradient_means]  # one of each rank
-            a_rank_has_no_gradient = len(means) < len(steps)
-            if a_rank_has_no_gradient:
-                continue
-            if max(means) - min(means) > tolerance:
-                ranks = listed(replicas.ranks)
+            if not all(key in step.gradient_means for step in step_on_ranks):
+                continue  # on some rank it has no gradient
+            means = [step.gradient_means[key] for step in step_on_ranks]
+            smallest = min(means)
+            largest = max(means)
+            if largest - smallest > tolerance:
                 sentence = (
-                    f"The gradient of {names_of([key])} differs on {ranks}, which hold replicas of it: "
-                    f"its mean size is {min(means):.2g} on one and {max(means):.2g} on another."
+                    f"The gradient of {names_of([key])} differs on {listed(replicas.ranks)}, which hold replicas of "
+                    f"it: its mean size is {smallest:.2g} on one and {largest:.2g} on another."
                 )
-                return [make_finding("drift", steps[0].code_line, replicas.ranks, sentence)]
+                return [make_finding("drift", step_on_ranks[0].code_line, replicas.ranks, sentence)]
     return []
+
+
+def largest_gradient_mean(step_on_ranks: Sequence[Step]) -> float:
+    """The largest mean absolute value of a parameter's gradient in a step, on any rank; 0 if none is recorded."""
+    means = [0.0]
+    for step in step_on_ranks:
+        means += step.gradient_means.values()
+    return max(means)
 
 
 def find_unwrapped(records: Sequence[Record]) -> list[Finding]:

@@ -64,8 +64,8 @@ def test_a_search_leads_to_every_page():
     for answers in searches().values():
         pages_of_answers.update(answers)
     missing = pages - pages_of_answers
-    how = 'write into the notebook\'s metadata, "book", "searches": {what a reader types: a pattern of the heading}'
-    assert missing == set(), f"no search is said to lead to {', '.join(sorted(missing))}: {how}"
+    mend = 'write into the notebook\'s metadata, "book", "searches": {what a reader types: a pattern of the heading}'
+    assert missing == set(), f"no search is said to lead to {', '.join(sorted(missing))}: {mend}"
     assert pages_of_answers <= pages, "an answer names a page that there is not"
 
 
@@ -155,8 +155,11 @@ def test_the_first_page_lists_every_page_of_the_toc():
     intro_with_list = front_page.with_chapters(intro, ROOT)
     listed = []
     for line in LINE_OF_LIST.finditer(intro_with_list):
-        path = (ROOT / "book" / line["link"]).resolve().relative_to(ROOT.resolve())
-        listed.append(path.with_suffix("").as_posix())
+        # A link is relative to the folder of the first page, and has a suffix: ../notebooks/template.ipynb. The table of
+        # contents has notebooks/template.
+        file = (ROOT / "book" / line["link"]).resolve()
+        page = file.relative_to(ROOT.resolve()).with_suffix("")
+        listed.append(page.as_posix())
     linked_elsewhere = ("book/intro", "book/how_to_run")
     assert listed == [page for page in toc_files() if page not in linked_elsewhere]
 

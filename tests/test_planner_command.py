@@ -153,6 +153,7 @@ def test_the_command_line_wins_over_the_file(helpers, job, tmp_path):
     ],
 )
 def test_what_is_wrong_is_named_in_two_lines(helpers, tmp_path, monkeypatch, arguments, words):
+    # Files that some of the arguments name:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.toml").write_text('layout = "dp=8"\nmodel = "gpt2"')
     (tmp_path / "unknown.toml").write_text('model = "gpt2"\n[clusters]\nnodes = 2')

@@ -120,32 +120,57 @@ def answered(page, words):
     page.wait_for_function("document.querySelector('.planner-status').textContent == 'Planned in this page.'")
 
 
-def test_the_page_answers_keeps_its_state_and_takes_a_layout_over(visit, book_url):
-    small = {"model": "gpt2-xl", "gpus": "8"}  # Its layouts are ranked quickly.
+@pytest.fixture
+def page_of_small_model(visit):
+    """The page after a reader has chosen gpt2-xl on 8 GPUs, whose layouts are ranked quickly."""
+    page = visit(PAGE)
+    page.select_option("[name=model]", "gpt2-xl")
+    page.fill("[name=gpus]", "8")
+    answered(page, "--gpus=8")
+    return page
+
+
+def test_the_page_plans_before_a_reader_changes_anything(visit):
     page = visit(PAGE)
     assert page.locator(".planner-answer .fits").count() == 1
-    page.select_option("[name=model]", small["model"])
-    page.fill("[name=gpus]", small["gpus"])
-    answered(page, "--gpus=8")
-    assert form.ask(small).command == page.inner_text(".planner-answer pre")
+
+
+def test_the_page_shows_the_command_and_the_sizes_of_what_was_chosen(page_of_small_model):
+    page = page_of_small_model
+    command = form.ask({"model": "gpt2-xl", "gpus": "8"}).command
+    assert page.inner_text(".planner-answer pre") == command
     assert page.get_attribute("[name=layers]", "placeholder") == "48"
+
+
+def test_the_address_keeps_what_was_chosen(page_of_small_model, book_url):
+    page = page_of_small_model
     assert page.url.endswith("#model=gpt2-xl&gpus=8")
 
+    page.goto(f"{book_url}/{PAGE}.html?again#model=gpt2-xl&gpus=16")  # "?again": so that the page is loaded anew
+    answered(page, "--gpus=16")
+
+
+def test_a_layout_of_the_ranking_is_taken_over(page_of_small_model):
+    page = page_of_small_model
     page.click(".planner-best button[data-layout]")
     micro_batch = page.input_value("[name=micro_batch]")
-    assert micro_batch != "1"
+    assert micro_batch != "1"  # as it was before
     answered(page, f"micro_batch={micro_batch}")
 
+
+def test_the_table_of_memory_is_copied_as_markdown(page_of_small_model):
+    page = page_of_small_model
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.click(".planner-answer .planner-copy")
     page.wait_for_function("document.querySelector('.planner-answer .planner-copy').textContent == 'copied'")
     copied = page.evaluate("navigator.clipboard.readText()")
     assert copied.startswith("| memory of a rank | GiB |\n| --- | --- |\n| parameters | ")
 
+
+def test_a_wrong_number_is_named_on_the_page(page_of_small_model):
+    page = page_of_small_model
     page.fill("[name=gpus]", "x")
     answered(page, "Give a whole number")
-    page.goto(f"{book_url}/{PAGE}.html?again#model=gpt2-xl&gpus=16")
-    answered(page, "--gpus=16")
 
 
 def test_a_page_in_a_folder_says_what_to_do(context, book):

@@ -217,7 +217,7 @@ def test_a_rehearsal_has_the_result_of_one_rank(notebook, result_of_one_rank, tm
     assert result_on_gpus == pytest.approx(result_of_one_rank(notebook), abs=TOLERANCE)
     assert out.count(f"Rehearsal on {gpus} pretended GPUs") == 1
     # All collectives of the default group used the GPUs, so they are NCCL's. The report has lines such as
-    # "04_ddp.py:88  allreduce (NCCL)" and "04_ddp.py:67  allreduce by DDP, in backward".
+    # "trainer.py:88  allreduce (NCCL)" and "trainer.py:67  allreduce by DDP, in backward".
     assert re.search(r"\((NCCL|C\+\+)\)|by DDP", out)
     if notebook == RECORDED:
         text = out[out.index("Rehearsal on") :]

@@ -32,7 +32,7 @@ FLAGS += ["--backend", "gloo"]  # The batch file asks for NCCL, and the last fla
 SHOWN_LINE = r"(?m)^start \d.*|^.*(?:rank\(s\)|starting anew|going on from|stopped by|result \{|Node failure on).*"
 # The beginning of a line that says that the job trains: "[default0]:step 15: loss 2.295, ...".
 PROGRESS = r"\[default0\]:(?:step|epoch) \d+: "
-# What changes from run to run: "step_00000141", "at step 141", "step 15: loss 2.295, ...", "job 1", "11_trainer-1.out".
+# What changes from run to run: "step_00000141", "at step 141", "step 15: loss 2.295, ...", "job 1", "train-1.out".
 VARYING = [r"step_\d+", r"at step \d+", r"(step|epoch) \d+: .*", r"job \d+", r"-\d+\.out"]
 
 
@@ -349,7 +349,7 @@ def test_the_rollback_of_chapter_13b(cluster, folder):
 
 
 def rollback_lines_of_the_page():
-    """The lines of bash for a rollback in chapter 13b: ``cd 11_trainer-4711 && mkdir good spoiled && …``."""
+    """The lines of bash for a rollback in chapter 13b: ``cd train-4711 && mkdir good spoiled && …``."""
     notebook = json.loads(chapters.find_notebook("13b").read_text())
     [cell] = [cell for cell in notebook["cells"] if cell["id"] == "spike-why"]
     [lines] = re.findall(r"```bash\n(cd \S+-4711 .*?)```", "".join(cell["source"]), flags=re.DOTALL)
@@ -484,17 +484,20 @@ def test_the_node_of_the_root_cause_is_excluded_when_it_has_failed_twice(submit)
 
 
 def test_slurm_reads_the_lines_that_a_reader_may_complete(cluster, folder, tmp_path):
-    """One of them, without its comment sign, is ``#SBATCH --account=ACCOUNT --partition=PARTITION``.
+    """They are comments such as ``# #SBATCH --account=ACCOUNT --partition=PARTITION``, until a reader completes them.
 
-    Slurm accepts it with a partition that there is, and refuses it with another one, so it has read it.
+    Slurm accepts a completed line with a partition that there is, and refuses one with another partition. So it reads
+    the line.
     """
-    text = (folder / f"{TRAINER}.sbatch").read_text().replace("# #SBATCH", "#SBATCH")
+    batch_file = (folder / f"{TRAINER}.sbatch").read_text()
+    with_placeholders = batch_file.replace("# #SBATCH", "#SBATCH")
+
     complete_file = tmp_path / "complete.sbatch"
-    complete_file.write_text(text.replace("PARTITION", "main"))
+    complete_file.write_text(with_placeholders.replace("PARTITION", "main"))  # the cluster has a partition "main"
     cluster.run("sbatch", "--test-only", complete_file)
 
     unknown_partition = tmp_path / "unknown_partition.sbatch"
-    unknown_partition.write_text(text)
+    unknown_partition.write_text(with_placeholders)
     with pytest.raises(AssertionError, match="sbatch --test-only .*status 1"):
         cluster.run("sbatch", "--test-only", unknown_partition)
 

@@ -1635,16 +1635,20 @@ def test_a_run_starts_from_weights_and_says_what_matched(script, environment, tm
     weights["3.weight"] = torch.ones(11, 256)
     weights["head.bias"] = torch.ones(3)
     torch.save({f"_orig_mod.module.{name}": weight for name, weight in weights.items()}, file)
-    flags = ["--max-steps=10", f"--init-from={file}"]
     for shard in ("--no-shard", "--shard"):
-        status, out, errors, _ = forked(script_on_ranks(script, 2, shard, *flags), environment)
+        command = script_on_ranks(script, 2, shard, "--max-steps=10", f"--init-from={file}")
+        status, out, errors, _ = forked(command, environment)
         assert status == 0, errors
         assert "3 of the model's 4 tensors match" in out
         assert "1 not in the model: head.bias" in out
         assert "1 of another shape: 3.weight" in out
 
+
+def test_a_run_does_not_start_from_weights_of_another_model(script, environment, tmp_path):
+    file = tmp_path / "of_another_model.pt"
     torch.save({"other": torch.ones(3)}, file)
-    status, _, errors, _ = forked(script_on_ranks(script, 2, *flags), environment)
+    command = script_on_ranks(script, 2, "--max-steps=10", f"--init-from={file}")
+    status, _, errors, _ = forked(command, environment)
     assert status != 0
     assert "no tensor of the model is in the file" in errors
 
@@ -1930,9 +1934,11 @@ def build_unlike_model(args):
 
 
 def compare_replicas(path, args):
-    """Start with a model that is different on each rank. Compare the replicas, and again after a change on rank 3.
+    """Build a training whose first weights are different on each rank, and change a weight of rank 3 afterwards.
 
-    Returns the sum of each weight of this rank before the change, and the error of the comparison after it.
+    The trainer compares the replicas before the change and after it. The first comparison finds nothing, because the
+    trainer has made the replicas equal. Returns the sum of each of this rank's weights before the change, and the error
+    of the second comparison.
     """
     trainer = loaded(path)
     trainer.build_model = build_unlike_model
@@ -2021,10 +2027,9 @@ def test_replicas_are_compared_before_a_save_too(script, tmp_path):
 
 
 def weights_after_unlike_norms(path, args):
-    """Take a step in which the second replica, ranks 2 and 3, gets a norm that is off by the last bit.
+    """Take a step in which the norm of the gradients is larger by its last bit on ranks 2 and 3, the second replica.
 
-    That would happen if it added up the norm in another order. Returns the norm, and this rank's weights after the
-    step.
+    That would happen if they added it up in another order. Returns the norm, and this rank's weights after the step.
     """
     trainer = loaded(path)
     training = trainer.build_training(args, CPU)
@@ -2073,9 +2078,9 @@ def test_ranks_that_would_begin_with_different_files_are_refused(script, tmp_pat
 
 
 def error_of_another_order(path, args):
-    """Save a training, and resume it with an optimizer whose two parameters, of one shape, are in another order.
+    """Save a training, and resume it with an optimizer that has the model's two parameters in the other order.
 
-    Returns the error.
+    Both have the same shape, so only their order can tell them apart. Returns the text of the error.
     """
     trainer = loaded(path)
 

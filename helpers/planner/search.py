@@ -80,26 +80,25 @@ class Search:
         If the sizes alone are impossible, this is found out once and counted for all settings. Most layouts of a search
         are refused in this way.
         """
-        # Without pipeline stages there is nothing to interleave.
-        has_stages = mesh["pp"] > 1
-        settings_to_try = [setting for setting in settings if has_stages or setting["interleave"] == 1]
+        if mesh["pp"] == 1:  # without pipeline stages there is nothing to interleave
+            settings = [setting for setting in settings if setting["interleave"] == 1]
         ranks = mesh["tp"] * mesh["pp"] * mesh["cp"]
         if self.cluster.gpus % ranks != 0:
-            self.refusals["tp x pp x cp does not divide the GPUs"] += len(settings_to_try)
+            self.refusals["tp x pp x cp does not divide the GPUs"] += len(settings)
             return
         dp = self.cluster.gpus // ranks
         sizes: dict[str, Any] = {**mesh, "dp": dp, "sequence_parallel": mesh["tp"] > 1}
-        # shard = 0 stands for all data-parallel ranks, so their number is not tried as well.
+        # A shard is fewer ranks than all data-parallel ones. (shard = 0 stands for all of them.)
         data_ranks = dp * mesh["cp"]
-        settings_to_try = [setting for setting in settings_to_try if setting["shard"] < data_ranks]
+        settings = [setting for setting in settings if setting["shard"] < data_ranks]
 
         may_be_uneven = any(setting.get("uneven_stages", False) for setting in settings)
         try:
             Layout(**sizes, uneven_stages=may_be_uneven).check(self.model, self.cluster)
         except PlanError as error:
-            self.refusals[error.problem] += len(settings_to_try)
+            self.refusals[error.problem] += len(settings)
             return
-        for setting in settings_to_try:
+        for setting in settings:
             self.try_layout({"batch": batch, **sizes, **setting})
 
     def try_layout(self, fields: dict[str, Any]) -> None:

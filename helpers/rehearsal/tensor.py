@@ -272,17 +272,18 @@ def turn_into(tensor: torch.Tensor, values: torch.Tensor) -> None:
 def has_references_in_cpp(tensor: torch.Tensor) -> bool:
     """Whether torch's C++ refers to a tensor, so that torch.utils.swap_tensors would refuse it.
 
-    torch counts the references. Python's own is one. One from autograd's graph, by the node that takes the tensor's
-    gradient, does not matter, because swap_tensors knows of it.
+    torch counts the references. Two of them do not matter: Python's own, and that of the node of autograd's graph that
+    accumulates the tensor's gradient (AccumulateGrad), because swap_tensors knows of it.
     """
     references = tensor._use_count()  # type: ignore[attr-defined, unused-ignore]
-    may_be_of_autograd = tensor.is_leaf and tensor.requires_grad
-    if references == 2 and may_be_of_autograd:
-        # get_gradient_edge returns the node, and makes it if there is none. If the node was the second reference, there
-        # are still two. If not, it is a third one now. Without it there remain one or two.
+    can_have_node = tensor.is_leaf and tensor.requires_grad
+    if references == 2 and can_have_node:
+        # Is the second reference the node's? get_gradient_edge returns the node, and makes it if there is none. So now
+        # there is a node, and its reference is counted. The others decide: Python's own alone, or one of C++ as well.
         edge = torch.autograd.graph.get_gradient_edge(tensor)
-        references = tensor._use_count() - 1  # type: ignore[attr-defined, unused-ignore]
+        references_but_of_node = tensor._use_count() - 1  # type: ignore[attr-defined, unused-ignore]
         del edge
+        return references_but_of_node > 1
     return references > 1
 
 
@@ -453,18 +454,20 @@ def needs_values(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def count_copy(source: torch.Tensor, upload: bool, non_blocking: bool) -> None:
-    """Count a copy between host and GPU: as WAIT or UPLOAD if the host waits until it is done, or else as COPY.
+    """Count a copy between host and GPU, by whether the host waits until it is done.
 
-    ``upload`` says that it goes to the GPU. The host does not wait for a copy that is ``non_blocking``, but for one to
-    the GPU only if the memory of ``source`` is pinned as well.
+    To the GPU (``upload``) the host waits, counted as UPLOAD, unless the copy is ``non_blocking`` and the memory of
+    ``source`` is pinned. To the CPU it waits, counted as WAIT, unless the copy is ``non_blocking``. A copy for which
+    it does not wait is a COPY.
     """
     size = bytes_of(source)
-    if upload and not non_blocking:
-        COUNTS.count(UPLOAD, "to the GPU", size)
-    elif upload and not is_pinned(source):
-        COUNTS.count(UPLOAD, NOT_PINNED, size)
-    elif upload:
-        COUNTS.count(COPY, "to the GPU", size)
+    if upload:
+        if not non_blocking:
+            COUNTS.count(UPLOAD, "to the GPU", size)
+        elif not is_pinned(source):
+            COUNTS.count(UPLOAD, NOT_PINNED, size)
+        else:
+            COUNTS.count(COPY, "to the GPU", size)
     elif non_blocking:
         COUNTS.count(COPY, "to the CPU", size)
     else:

@@ -47,23 +47,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "is left."
     )
     parser.add_argument("--gpus", type=positive_int, metavar="N", help="GPUs to use (default: all; in a rehearsal 2)")
-    parser.add_argument("--chapters", nargs="+", metavar="CHAPTER", help="these alone, or paths of scripts; no probes")
     parser.add_argument(
-        "--probes", nargs="+", choices=[*PROBES], metavar="NAME", help=f"these alone: {' '.join(PROBES)}"
+        "--chapters", nargs="+", metavar="CHAPTER", help="run only these chapters, or these scripts, and no probes"
+    )
+    parser.add_argument(
+        "--probes", nargs="+", choices=[*PROBES], metavar="NAME", help=f"run only these probes, of {' '.join(PROBES)}"
     )
     parser.add_argument("--out", type=Path, default=Path("verify"), metavar="DIR", help="folder (default: verify)")
     parser.add_argument(
         "--timeout",
         type=positive_seconds,
         metavar="S",
-        help="seconds of a run (default: a tenth of the minutes, at most 120)",
+        help="the most seconds that one run may take (default: a tenth of --minutes, at most 120)",
     )
     parser.add_argument(
         "--minutes",
         type=positive_seconds,
         default=20,
         metavar="M",
-        help="for all steps; those that are left then are not taken (default: 20)",
+        help="the most minutes that all steps may take; what is left then is not run (default: 20)",
     )
     parser.add_argument("--rehearsal", action="store_true", help="try the command on pretended GPUs")
 

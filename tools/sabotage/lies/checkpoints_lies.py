@@ -228,8 +228,11 @@ def the_flattened_form_names_what_is_missing(module: Any) -> None:
     @instead_of(module, "_unflatten_optim_state_dict")
     def unflatten(original: Any, optim: Any, state: Any, info: Any) -> Any:
         for names in info.fqn_param_mapping.values():
-            for name in names if isinstance(names, set) else ():
-                if not any(key.startswith(f"state.{name}.") for key in state):
+            if not isinstance(names, set):
+                continue
+            for name in names:
+                has_state = any(key.startswith(f"state.{name}.") for key in state)
+                if not has_state:
                     raise RuntimeError(f"Missing optimizer state for parameter '{name}' in checkpoint.")
         return original(optim, state, info)
 

@@ -17,9 +17,15 @@ def profiler_loses_collectives(module: Any) -> None:
         from pathlib import Path
 
         original(self, path, *inputs, **keywords)
-        trace = json.loads(Path(path).read_text())
-        events = [event for event in trace["traceEvents"] if not event.get("name", "").startswith("gloo:")]
-        Path(path).write_text(json.dumps(trace | {"traceEvents": events}))
+        file = Path(path)
+        trace = json.loads(file.read_text())
+        kept_events = []
+        for event in trace["traceEvents"]:
+            is_collective = event.get("name", "").startswith("gloo:")  # such as "gloo:all_reduce"
+            if not is_collective:
+                kept_events.append(event)
+        trace["traceEvents"] = kept_events
+        file.write_text(json.dumps(trace))
 
 
 @lie("14", "flight recorder|record", module=C10D)
@@ -33,8 +39,9 @@ def flight_recorder_loses_the_last_call(c10d: Any) -> None:
 
     @instead_of(library, "_dump_fr_trace")
     def dump(original: Any, *inputs: Any) -> Any:
-        log = pickle.loads(original(*inputs))
-        return pickle.dumps(log | {"entries": log["entries"][:-1]})
+        recorded = pickle.loads(original(*inputs))
+        recorded["entries"] = recorded["entries"][:-1]
+        return pickle.dumps(recorded)
 
 
 @lie("14", "culprit|flight recorder|torchfrtrace|reader", module="torch.distributed.flight_recorder.components.types")
@@ -43,7 +50,10 @@ def flight_recorder_blames_the_wrong_rank(module: Any) -> None:
 
     @instead_of(module.EntryState, "log")
     def log(original: Any, self: Any, *inputs: Any, errors: Any = None, **keywords: Any) -> Any:
-        original(self, *inputs, errors=errors and {(1 - rank, what) for rank, what in errors}, **keywords)
+        # Pairs of a rank and its error. Of two ranks, 1 - rank is the other one.
+        if errors:
+            errors = {(1 - rank, error) for rank, error in errors}
+        original(self, *inputs, errors=errors, **keywords)
 
 
 @lie("14", "anomaly", module="torch.autograd.anomaly_mode")
@@ -199,7 +209,8 @@ def the_debug_server_shows_rank_0_for_all(module: Any) -> None:
 @lie("14c", "sampler|batch", module="helpers.training_check")
 def ranks_on_the_same_samples_pass(module: Any) -> None:
     """The check for silent mistakes does not compare the samples on which ranks train."""
-    module.RULES = tuple(rule for rule in module.RULES if rule is not module.find_same_samples)
+    other_rules = [rule for rule in module.RULES if rule is not module.find_same_samples]
+    module.RULES = tuple(other_rules)
 
 
 @lie("14c", "start|first weights|equal", module="helpers.training_check")
@@ -208,7 +219,8 @@ def equal_weights_at_the_start_are_accused(module: Any) -> None:
 
     @instead_of(module, "initial_weights")
     def initial_weights(original: Any, record: Any) -> Any:
-        return {name: checksum + record.rank for name, checksum in original(record).items()}
+        checksums = original(record)  # {name of a parameter: checksum}, the same on all ranks
+        return {name: checksum + record.rank for name, checksum in checksums.items()}
 
 
 @lie("14c", "dropout|noise", module="helpers.training_check")

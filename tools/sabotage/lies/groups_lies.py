@@ -291,7 +291,9 @@ def barrier_does_not_wait(c10d: Any) -> None:
     @instead_of(c10d, "barrier")
     def barrier(original: Any, *inputs: Any, **keywords: Any) -> Any:
         calls.append(inputs)
-        return original(*inputs, **keywords) if len(calls) == 1 else None  # the first call is launch's own
+        if len(calls) > 1:
+            return None
+        return original(*inputs, **keywords)  # the first call is launch's own
 
 
 @lie("12", "monitored.?barrier|roll call", module=C10D)
@@ -304,7 +306,11 @@ def monitored_barrier_blames_another_rank(c10d: Any) -> None:
         try:
             return original(*inputs, **keywords)
         except RuntimeError as error:
-            text = re.sub(r"Ranks? (\d)", lambda match: f"Rank {int(match[1]) + 1}", str(error))
+
+            def next_rank(match: re.Match[str]) -> str:
+                return f"Rank {int(match[1]) + 1}"
+
+            text = re.sub(r"Ranks? (\d)", next_rank, str(error))  # "Rank 2" or "Ranks 2, 3" becomes "Rank 3"
             raise RuntimeError(text) from None
 
 
@@ -337,8 +343,10 @@ def torchrun_passes_the_old_flag(module: Any) -> None:
 
     @instead_of(module, "start_processes")
     def start_processes(original: Any, *inputs: Any, args: dict[int, Any], **keywords: Any) -> Any:
-        with_flag = {local_rank: (*given, f"--local-rank={local_rank}") for local_rank, given in args.items()}
-        return original(*inputs, args=with_flag, **keywords)
+        args_with_flag = {}  # of the script, by local rank
+        for local_rank, args_of_rank in args.items():
+            args_with_flag[local_rank] = (*args_of_rank, f"--local-rank={local_rank}")
+        return original(*inputs, args=args_with_flag, **keywords)
 
 
 @lie("01", "k \\+ 1|missing", module=C10D)
@@ -445,7 +453,9 @@ def all_reduce_sums_where_it_should_average(c10d: Any) -> None:
     def all_reduce(
         original: Any, tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, async_op: Any = False
     ) -> Any:
-        return original(tensor, c10d.ReduceOp.SUM if op == c10d.ReduceOp.AVG else op, group, async_op)
+        if op == c10d.ReduceOp.AVG:
+            op = c10d.ReduceOp.SUM
+        return original(tensor, op, group, async_op)
 
 
 @lie("02", "handle|async", module=C10D)
@@ -470,7 +480,8 @@ def broadcast_from_the_wrong_rank(c10d: Any) -> None:
     def broadcast(
         original: Any, tensor: Any, src: Any = None, group: Any = None, async_op: Any = False, group_src: Any = None
     ) -> Any:
-        return original(tensor, group=group, async_op=async_op, group_src=c10d.get_world_size(group) - 1)
+        last_rank = c10d.get_world_size(group) - 1
+        return original(tensor, group=group, async_op=async_op, group_src=last_rank)
 
 
 @lie("02", "scatter", module=C10D)
@@ -479,7 +490,9 @@ def scatter_deals_backwards(c10d: Any) -> None:
 
     @instead_of(c10d, "scatter")
     def scatter(original: Any, tensor: Any, scatter_list: Any = None, *inputs: Any, **keywords: Any) -> Any:
-        return original(tensor, scatter_list and scatter_list[::-1], *inputs, **keywords)
+        if scatter_list is not None:  # only the rank that scatters has parts
+            scatter_list = scatter_list[::-1]
+        return original(tensor, scatter_list, *inputs, **keywords)
 
 
 @lie("02", "reduce", module=C10D)
@@ -499,7 +512,8 @@ def all_gather_in_the_wrong_order(c10d: Any) -> None:
     @instead_of(c10d, "all_gather_single")
     def all_gather_single(original: Any, output: Any, part: Any, *inputs: Any, **keywords: Any) -> Any:
         work = original(output, part, *inputs, **keywords)
-        output.copy_(output.clone().view(-1, part.numel()).flip(0).view_as(output))
+        parts = output.clone().view(-1, part.numel())  # a row for each rank
+        output.copy_(parts.flip(0).view_as(output))
         return work
 
 
@@ -533,7 +547,10 @@ def receives_of_a_batch_are_turned_round(c10d: Any) -> None:
 
     @instead_of(c10d, "batch_isend_irecv")
     def batch_isend_irecv(original: Any, operations: Any) -> Any:
-        return original([*operations[::-1]] if all(each.op is c10d.irecv for each in operations) else operations)
+        has_only_receives = all(operation.op is c10d.irecv for operation in operations)
+        if has_only_receives:
+            operations = list(reversed(operations))
+        return original(operations)
 
 
 @lie("02", "barrier", module=C10D)
@@ -593,7 +610,9 @@ def a_gather_has_only_its_own_gradient(module: Any) -> None:
     def all_gather_single(original: Any, tensor: Any, gather_dim: int, group: Any, tag: str = "") -> Any:
         import torch
 
-        parts = list(original(tensor.detach(), gather_dim, group, tag).chunk(group.size(), gather_dim))
+        # All parts are detached from the graph, but for the rank's own.
+        gathered = original(tensor.detach(), gather_dim, group, tag)
+        parts = list(gathered.chunk(group.size(), gather_dim))
         parts[group.rank()] = tensor
         return torch.cat(parts, gather_dim)
 
@@ -618,8 +637,10 @@ def reduce_scatter_is_its_own_exchange(c10d: Any) -> None:
     def reduce_scatter_single(output: Any, whole: Any, *inputs: Any, **keywords: Any) -> Any:
         total = whole.contiguous().clone()
         c10d.reduce(total, 0)
-        parts = [part.clone().view_as(output) for part in total.flatten().split(output.numel())]
-        c10d.scatter(output, None if c10d.get_rank() else parts, 0)
+        parts = None
+        if c10d.get_rank() == 0:  # only rank 0 has the sum, and scatters it
+            parts = [part.clone().view_as(output) for part in total.flatten().split(output.numel())]
+        c10d.scatter(output, parts, 0)
 
     replace(c10d, "reduce_scatter_single", reduce_scatter_single)
 

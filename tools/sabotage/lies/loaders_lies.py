@@ -22,8 +22,14 @@ def sampler_drops_its_padding(module: Any) -> None:
 
     @instead_of(module.DistributedSampler, "__iter__")
     def indices(original: Any, self: Any) -> Any:
-        mine, size = list(original(self)), len(self.dataset)
-        return iter([sample for turn, sample in enumerate(mine) if turn * self.num_replicas + self.rank < size])
+        # The ranks take samples in turn. What comes after the last sample of the data set is padding.
+        samples_of_rank = []
+        for turn, sample in enumerate(original(self)):
+            position = turn * self.num_replicas + self.rank
+            is_padding = position >= len(self.dataset)
+            if not is_padding:
+                samples_of_rank.append(sample)
+        return iter(samples_of_rank)
 
 
 @lie("03 04", "seed|one common|order|every `?world_size", module=SAMPLER)

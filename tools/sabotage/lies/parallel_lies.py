@@ -20,8 +20,11 @@ def a_micro_batch_is_dropped(module: Any) -> None:
 
     @instead_of(module._PipelineSchedule, "_split_inputs")
     def split_inputs(original: Any, self: Any, *inputs: Any, **keywords: Any) -> Any:
-        parts, names = original(self, *inputs, **keywords)
-        return [*parts[:-1], parts[0]], [*names[:-1], names[0]]
+        # For each micro-batch: its positional arguments, and its keyword arguments.
+        positional, by_name = original(self, *inputs, **keywords)
+        positional[-1] = positional[0]
+        by_name[-1] = by_name[0]
+        return positional, by_name
 
 
 @lie("08 decision_guide", "divid|micro-batch|gradient", module="torch.distributed.pipelining.stage")
@@ -42,7 +45,10 @@ def a_v_of_stages_counts_losses_twice(module: Any) -> None:
 
     @instead_of(module.ScheduleZBVZeroBubble, "__init__")
     def __init__(original: Any, self: Any, *inputs: Any, loss_fn: Any, **keywords: Any) -> None:
-        original(self, *inputs, loss_fn=lambda *values: 2 * loss_fn(*values), **keywords)
+        def twice_the_loss(*values: Any) -> Any:
+            return 2 * loss_fn(*values)
+
+        original(self, *inputs, loss_fn=twice_the_loss, **keywords)
 
 
 @lie("08", "eval|norm", module="torch.distributed.pipelining.schedules")
@@ -51,9 +57,11 @@ def an_evaluation_leaves_gradients_alone(module: Any) -> None:
 
     @instead_of(module._PipelineSchedule, "eval")
     def evaluate(original: Any, self: Any, *inputs: Any, **keywords: Any) -> Any:
-        scale, self.scale_grads = self.scale_grads, False
+        # The real `eval` divides the gradients of the last step by the number of micro-batches if this is True.
+        scale_grads_before = self.scale_grads
+        self.scale_grads = False
         original(self, *inputs, **keywords)
-        self.scale_grads = scale
+        self.scale_grads = scale_grads_before
 
 
 @lie("08", "fewer|micro-batches", module="torch.distributed.pipelining.schedules")
@@ -73,11 +81,14 @@ def looped_bfs_alternates_its_stages(module: Any) -> None:
 
     @instead_of(module.ScheduleLoopedBFS, "_calculate_single_rank_operations")
     def calculate(original: Any, self: Any, rank: int) -> Any:
-        work = original(self, rank)
-        first = next(at for at, action in enumerate(work) if action)
-        count = 2 * self._n_microbatches
-        forwards = sorted(work[first : first + count], key=lambda action: action.microbatch_index)
-        return [*work[:first], *forwards, *work[first + count :]]
+        # The rank's actions in order: None while it waits, then all forwards of its two stages, then the backwards.
+        actions = original(self, rank)
+        start = 0  # of the forwards
+        while actions[start] is None:
+            start += 1
+        end = start + 2 * self._n_microbatches
+        actions[start:end] = sorted(actions[start:end], key=lambda action: action.microbatch_index)
+        return actions
 
 
 @lie("08", "hold|activations|memory", notebook=True)
@@ -197,7 +208,8 @@ def a_collective_is_not_counted(module: Any) -> None:
 
     @instead_of(module.CommDebugMode, "get_comm_counts")
     def get_comm_counts(original: Any, self: Any) -> Any:
-        return {kind: times for kind, times in original(self).items() if "all_reduce" not in str(kind)}
+        counts = original(self)  # {operation: how often it was called}
+        return {operation: count for operation, count in counts.items() if "all_reduce" not in str(operation)}
 
 
 @lie("07", "norm|clip", module="torch.nn.utils.clip_grad")
@@ -206,7 +218,9 @@ def a_rank_clips_by_its_own_norm(module: Any) -> None:
 
     @instead_of(module, "_get_total_norm")
     def get_total_norm(original: Any, tensors: Any, *inputs: Any, **keywords: Any) -> Any:
-        return original([getattr(tensor, "_local_tensor", tensor) for tensor in tensors], *inputs, **keywords)
+        # Of a DTensor, the part that this rank holds. An ordinary tensor has no _local_tensor.
+        local_tensors = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+        return original(local_tensors, *inputs, **keywords)
 
 
 @lie("07", "seed|differ|one process", notebook=True)

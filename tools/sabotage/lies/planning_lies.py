@@ -163,8 +163,10 @@ def failures_are_counted_to_first_order(module: Any) -> None:
 
     @instead_of(module, "goodput")
     def goodput(original: Any, nodes: Any, rate: Any, restart: Any, interval: Any, save: Any) -> float:
-        between = 3600 * module.mttf_hours(nodes, rate)
-        return max(0.0, 1 - (restart + interval / 2) / between) / (1 + save / interval)
+        seconds_between_failures = 3600 * module.mttf_hours(nodes, rate)
+        lost_at_a_failure = restart + interval / 2  # half an interval's work is lost on average
+        kept = 1 - lost_at_a_failure / seconds_between_failures
+        return max(0.0, kept) / (1 + save / interval)
 
 
 @lie("15", "full|memory|GPU", module=MEMORY)
