@@ -155,8 +155,8 @@ def test_the_first_page_lists_every_page_of_the_toc():
     intro_with_list = front_page.with_chapters(intro, ROOT)
     listed = []
     for line in LINE_OF_LIST.finditer(intro_with_list):
-        # A link is relative to the folder of the first page, and has a suffix: ../notebooks/template.ipynb. The table of
-        # contents has notebooks/template.
+        # A link is relative to the folder of the first page, such as ../notebooks/template.ipynb. The table of contents
+        # has notebooks/template.
         file = (ROOT / "book" / line["link"]).resolve()
         page = file.relative_to(ROOT.resolve()).with_suffix("")
         listed.append(page.as_posix())
