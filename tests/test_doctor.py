@@ -186,6 +186,7 @@ def run_doctor(capsys):
 
         def on_rank(port):
             torch.set_num_threads(1)
+            # The doctor makes its own group. So end the one that launch has made, when no rank needs it any more.
             dist.barrier()
             dist.destroy_process_group()
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"

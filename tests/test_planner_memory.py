@@ -154,11 +154,13 @@ def test_copies_of_the_logits():
 
 
 def test_in_a_pipeline_fsdp_keeps_what_it_has_gathered():
-    """These are 16-bit parameters and float32 gradients of the whole stage, as with torchtitan's default.
+    """It keeps the 16-bit parameters and the float32 gradients of the whole stage, as with torchtitan's default.
 
     The fullest moment is the first reduction, when the gradient of one layer is also in the float32 memory of a
     reduce-scatter. FSDPMemTracker measures that in test_gathered_once_parameters_and_gradients_stay.
     """
+    bytes_of_parameter = 2
+    bytes_of_gradient = 4
     model = model_of("llama3-70b")
     layout = Layout(dp=8, tp=8, pp=8, zero=3, batch=64, recompute="full", sequence_parallel=True)
     middle_stage = 3
@@ -167,7 +169,9 @@ def test_in_a_pipeline_fsdp_keeps_what_it_has_gathered():
 
     by_default = memory(model, layout, Conventions())
     gathered = by_default[middle_stage]["gathered"]
-    assert gathered == pytest.approx((2 + 4) * parameters + 4 * parameters_of_layer, rel=1e-6)
+    kept = (bytes_of_parameter + bytes_of_gradient) * parameters
+    reduced = bytes_of_gradient * parameters_of_layer
+    assert gathered == pytest.approx(kept + reduced, rel=1e-6)
 
     once_a_step = memory(model, layout, Conventions(gather="once"))
     assert once_a_step == by_default

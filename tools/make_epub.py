@@ -269,13 +269,21 @@ def package(files: Mapping[str, bytes], now: datetime) -> str:
         if suffix == ".xhtml":
             reading_order += f'<itemref idref="file-{number}"/>'
     identifier = uuid.uuid5(uuid.NAMESPACE_URL, config["title"])  # the same for each edition of the book
+    year = config["copyright"]
+    metadata = "".join(
+        [
+            f'<dc:identifier id="id">urn:uuid:{identifier}</dc:identifier>',
+            f"<dc:title>{escape(config['title'])}</dc:title>",
+            f"<dc:creator>{escape(config['author'])}</dc:creator>",
+            f"<dc:language>{LANGUAGE}</dc:language>",
+            f"<dc:date>{year}</dc:date>",
+            f'<meta property="dcterms:modified">{now:%Y-%m-%dT%H:%M:%SZ}</meta>',
+        ]
+    )
     return (
         '<?xml version="1.0" encoding="utf-8"?>\n'
         f'<package xmlns="http://www.idpf.org/2007/opf" version="3.0" unique-identifier="id" xml:lang="{LANGUAGE}">\n'
-        f'<metadata xmlns:dc="http://purl.org/dc/elements/1.1/"><dc:identifier id="id">urn:uuid:{identifier}'
-        f"</dc:identifier><dc:title>{escape(config['title'])}</dc:title><dc:creator>{escape(config['author'])}"
-        f"</dc:creator><dc:language>{LANGUAGE}</dc:language><dc:date>{config['copyright']}</dc:date>"
-        f'<meta property="dcterms:modified">{now:%Y-%m-%dT%H:%M:%SZ}</meta></metadata>\n'
+        f'<metadata xmlns:dc="http://purl.org/dc/elements/1.1/">{metadata}</metadata>\n'
         f"<manifest>{items}</manifest>\n<spine>{reading_order}</spine>\n</package>\n"
     )
 

@@ -173,12 +173,12 @@ def start_of_checks(statements: Sequence[ast.stmt]) -> int:
     A reader wants to see what made the output that stands below the code. So a check comes after the last statement
     that defines something, prints, or is the cell's value. Returns the number of statements if there is no check.
     """
+    if statements and isinstance(statements[-1], ast.Expr):
+        return len(statements)  # the cell's value comes last
     after_last_shown = 0
     for index, statement in enumerate(statements):
         if is_definition(statement) or contains_print(statement):
             after_last_shown = index + 1
-    if statements and isinstance(statements[-1], ast.Expr):
-        return len(statements)
     for index in range(after_last_shown, len(statements)):
         if contains_assert(statements[index]):
             return index

@@ -107,9 +107,10 @@ def add_page(record: Record, page: str, code_fingerprint: str, run: Run) -> None
 
 
 def add_script(record: Record, script: str, code_fingerprint: str, torch: str) -> None:
-    """Add a version of PyTorch on which a script passed. Versions on which other code passed are dropped.
+    """Note that a chapter's script passed on a version of PyTorch.
 
-    ``code_fingerprint`` is that of its notebook.
+    ``code_fingerprint`` is that of the code of the chapter's notebook. If the record has another one, the versions in
+    it passed with other code, and are dropped.
     """
     versions = {torch}
     if record.script_fingerprints.get(script) == code_fingerprint:

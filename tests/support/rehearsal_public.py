@@ -220,26 +220,29 @@ def every_call_has_a_future():
 
 
 @program
-def random_numbers_of_dtensors():
-    """Shards of a DTensor get different random numbers, replicas get equal ones, and the CPU's generator stays."""
-    mesh = init_device_mesh("cuda", (2,))
-
-    def draw_shards():
-        zeros = distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0)])
-        return nn.init.normal_(zeros)
-
+def random_numbers_of_shards_are_different():
     torch.manual_seed(rank)  # DTensor makes the ranks' seeds on GPUs equal
     state_of_cpu = torch.get_rng_state()
     all_numbers = draw_shards().full_tensor()
     assert len(all_numbers.unique()) == all_numbers.numel()
+    assert torch.equal(torch.get_rng_state(), state_of_cpu)
 
+
+@program
+def random_numbers_of_replicas_are_equal():
+    torch.manual_seed(rank)  # DTensor makes the ranks' seeds on GPUs equal
+    mesh = init_device_mesh("cuda", (2,))
     replicas = distribute_tensor(torch.ones(4, 4), mesh, [Replicate()])
+    state_of_cpu = torch.get_rng_state()
     own_replica = nn.functional.dropout(replicas).to_local()
     replica_of_rank_0 = own_replica.clone()
     dist.broadcast(replica_of_rank_0, 0)
     assert torch.equal(own_replica, replica_of_rank_0)
     assert torch.equal(torch.get_rng_state(), state_of_cpu)
 
+
+@program
+def random_numbers_of_dtensors_begin_again_with_the_gpus_state():
     torch.manual_seed(0)
     first = draw_shards().to_local()
     state = torch.cuda.get_rng_state()
@@ -248,6 +251,13 @@ def random_numbers_of_dtensors():
     second_again = draw_shards().to_local()
     assert torch.equal(second_again, second)
     assert not torch.equal(second_again, first)
+
+
+def draw_shards():
+    """A DTensor of 4 x 4 normal random numbers, of which each of the two ranks holds two rows."""
+    mesh = init_device_mesh("cuda", (2,))
+    zeros = distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0)])
+    return nn.init.normal_(zeros)
 
 
 @program

@@ -258,7 +258,8 @@ def reproduce(row: dict[str, str]) -> Reproduced:
     count, such as of parameters, to the count itself. Raises PlanError for a row that contradicts itself.
     """
     inputs_as_toml = f"row = {{{row['inputs']}}}"
-    problems = contradictions(tomllib.loads(inputs_as_toml, parse_float=Decimal)["row"])
+    exact_inputs = tomllib.loads(inputs_as_toml, parse_float=Decimal)["row"]  # with the digits that were published
+    problems = contradictions(exact_inputs)
     if problems:
         text = "; ".join(problems)
         raise PlanError(f"the row contradicts itself: {text}.\nLook for a later version, or leave it out.")
