@@ -2662,15 +2662,15 @@ class TrainingObserver:
         in no model, and the model has new ones, which are in no optimizer. It is certain if both have the same shapes.
         """
         trained = self.trained_parameters()
-        in_no_model = []
+        old = []
         for parameter in observed.parameters():
+            # One that ever had a gradient was part of a model in use, and was not replaced before the training.
             ever_had_gradient = id(parameter) in observed.with_gradient
             if parameter not in trained and not ever_had_gradient:
-                in_no_model.append(parameter)
-        shapes_in_no_model = [parameter.shape for parameter in in_no_model]
-        shapes_in_no_optimizer = [parameter.shape for parameter in self.parameters_without_optimizer()]
-        if shapes_in_no_model == shapes_in_no_optimizer:
-            return in_no_model
+                old.append(parameter)
+        new = self.parameters_without_optimizer()
+        if [parameter.shape for parameter in old] == [parameter.shape for parameter in new]:
+            return old
         return []
 
     def parameters_without_optimizer(self) -> dict[nn.Parameter, str]:

@@ -229,7 +229,7 @@ def test_after_all_cells_were_run_and_saved_git_sees_no_change(browser, lab, clo
     without_new_files = clone.git("status", "--porcelain", "--untracked-files=no")
     assert clone.git("status", "--porcelain") == without_new_files
 
-    # What a reader changes is a change, and comes without the outputs of the reader's run: one line is another one.
+    # If the reader has changed a line, git shows this line alone, and not the outputs of the reader's run.
     changed = saved.replace("# ", "## ", 1)
     notebook_in_clone.write_text(changed, encoding="utf-8")
     diff = clone.git("diff", "--unified=0").splitlines()

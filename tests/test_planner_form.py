@@ -109,12 +109,12 @@ def test_a_change_during_a_ranking_is_answered_before_the_ranking_would_end(visi
     assert page.locator(".planner-best.planner-old").count() == 1
     page.fill("[name=gpus]", "0")
     page.wait_for_function("document.querySelector('.planner-answer').textContent.includes('Give a whole number')")
-    answered(page, "Give a whole number")
+    wait_for_answer(page, "Give a whole number")
     assert page.inner_text(".planner-best") == ""
     assert page.locator(".planner-old").count() == 0
 
 
-def answered(page, words):
+def wait_for_answer(page, words):
     """Wait until the page's answer has these words and the planner is at rest."""
     page.wait_for_function("words => document.querySelector('.planner-answer').textContent.includes(words)", arg=words)
     page.wait_for_function("document.querySelector('.planner-status').textContent == 'Planned in this page.'")
@@ -126,7 +126,7 @@ def page_of_small_model(visit):
     page = visit(PAGE)
     page.select_option("[name=model]", "gpt2-xl")
     page.fill("[name=gpus]", "8")
-    answered(page, "--gpus=8")
+    wait_for_answer(page, "--gpus=8")
     return page
 
 
@@ -147,7 +147,7 @@ def test_the_address_keeps_what_was_chosen(page_of_small_model, book_url):
     assert page.url.endswith("#model=gpt2-xl&gpus=8")
 
     page.goto(f"{book_url}/{PAGE}.html?again#model=gpt2-xl&gpus=16")  # "?again": so that the page is loaded anew
-    answered(page, "--gpus=16")
+    wait_for_answer(page, "--gpus=16")
 
 
 def test_a_layout_of_the_ranking_is_taken_over(page_of_small_model):
@@ -155,7 +155,7 @@ def test_a_layout_of_the_ranking_is_taken_over(page_of_small_model):
     page.click(".planner-best button[data-layout]")
     micro_batch = page.input_value("[name=micro_batch]")
     assert micro_batch != "1"  # as it was before
-    answered(page, f"micro_batch={micro_batch}")
+    wait_for_answer(page, f"micro_batch={micro_batch}")
 
 
 def test_the_table_of_memory_is_copied_as_markdown(page_of_small_model):
@@ -170,7 +170,7 @@ def test_the_table_of_memory_is_copied_as_markdown(page_of_small_model):
 def test_a_wrong_number_is_named_on_the_page(page_of_small_model):
     page = page_of_small_model
     page.fill("[name=gpus]", "x")
-    answered(page, "Give a whole number")
+    wait_for_answer(page, "Give a whole number")
 
 
 def test_a_page_in_a_folder_says_what_to_do(context, book):

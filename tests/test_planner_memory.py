@@ -169,13 +169,15 @@ def test_in_a_pipeline_fsdp_keeps_what_it_has_gathered():
 
     by_default = memory(model, layout, Conventions())
     gathered = by_default[middle_stage]["gathered"]
-    kept = (bytes_of_parameter + bytes_of_gradient) * parameters
-    reduced = bytes_of_gradient * parameters_of_layer
-    assert gathered == pytest.approx(kept + reduced, rel=1e-6)
+    of_the_stage = (bytes_of_parameter + bytes_of_gradient) * parameters
+    of_the_reduction = bytes_of_gradient * parameters_of_layer
+    assert gathered == pytest.approx(of_the_stage + of_the_reduction, rel=1e-6)
 
+    # In a pipeline, to gather once in a step is the default.
     once_a_step = memory(model, layout, Conventions(gather="once"))
     assert once_a_step == by_default
 
+    # To gather anew for each micro-batch needs the memory of a layer or two, and not of all ten of the stage.
     for_each_micro_batch = memory(model, layout, Conventions(gather="each"))
     assert for_each_micro_batch[middle_stage]["gathered"] < gathered / 5
 

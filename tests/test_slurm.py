@@ -484,10 +484,9 @@ def test_the_node_of_the_root_cause_is_excluded_when_it_has_failed_twice(submit)
 
 
 def test_slurm_reads_the_lines_that_a_reader_may_complete(cluster, folder, tmp_path):
-    """They are comments such as ``# #SBATCH --account=ACCOUNT --partition=PARTITION``, until a reader completes them.
+    """The batch file has options that a reader may complete, such as ``# #SBATCH --partition=PARTITION``.
 
-    Slurm accepts a completed line with a partition that there is, and refuses one with another partition. So it reads
-    the line.
+    Without the first "# ", Slurm reads such a line: it accepts a partition that the cluster has, and refuses another.
     """
     batch_file = (folder / f"{TRAINER}.sbatch").read_text()
     with_placeholders = batch_file.replace("# #SBATCH", "#SBATCH")

@@ -2027,9 +2027,10 @@ def test_replicas_are_compared_before_a_save_too(script, tmp_path):
 
 
 def weights_after_unlike_norms(path, args):
-    """Take a step in which the norm of the gradients is larger by its last bit on ranks 2 and 3, the second replica.
+    """Take a step in which ranks 2 and 3, the second replica, get another norm of the gradients than ranks 0 and 1.
 
-    That would happen if they added it up in another order. Returns the norm, and this rank's weights after the step.
+    It is larger by its last bit, as if they had added it up in another order. Returns the norm, and this rank's weights
+    after the step.
     """
     trainer = loaded(path)
     training = trainer.build_training(args, CPU)

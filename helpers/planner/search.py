@@ -88,7 +88,8 @@ class Search:
             return
         dp = self.cluster.gpus // ranks
         sizes: dict[str, Any] = {**mesh, "dp": dp, "sequence_parallel": mesh["tp"] > 1}
-        # A shard is fewer ranks than all data-parallel ones. (shard = 0 stands for all of them.)
+        # shard = 0 means that all data-parallel ranks share the states, and shard = 4 that each four of them do. So a
+        # number from that of all ranks on would be the same as 0, or impossible.
         data_ranks = dp * mesh["cp"]
         settings = [setting for setting in settings if setting["shard"] < data_ranks]
 

@@ -278,12 +278,11 @@ def has_references_in_cpp(tensor: torch.Tensor) -> bool:
     references = tensor._use_count()  # type: ignore[attr-defined, unused-ignore]
     can_have_node = tensor.is_leaf and tensor.requires_grad
     if references == 2 and can_have_node:
-        # Is the second reference the node's? get_gradient_edge returns the node, and makes it if there is none. So now
-        # there is a node, and its reference is counted. The others decide: Python's own alone, or one of C++ as well.
+        # The second reference may be the node's, or another one. To know it, make sure that there is a node, and count
+        # all references but the node's. (get_gradient_edge returns the node, and makes it if there is none.)
         edge = torch.autograd.graph.get_gradient_edge(tensor)
-        references_but_of_node = tensor._use_count() - 1  # type: ignore[attr-defined, unused-ignore]
+        references = tensor._use_count() - 1  # type: ignore[attr-defined, unused-ignore]
         del edge
-        return references_but_of_node > 1
     return references > 1
 
 
