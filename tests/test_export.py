@@ -436,56 +436,74 @@ def test_a_chapter_imports_no_package_of_an_extra():
     assert done.returncode == 0, done.stderr
 
 
-def build_wheel(folder):
-    """Build the package's wheel from a copy of its sources, and return the wheel's path. All of it is in ``folder``."""
-    source = folder / "source"
-    source.mkdir()
+@pytest.fixture(scope="module")
+def source_of_wheel(tmp_path_factory):
+    """A copy of what the package is built from. In the wheel, its notebooks are in helpers/chapters."""
+    source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in ("helpers", "notebooks"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source_of_wheel, tmp_path_factory):
+    """The path of the package's wheel."""
+    folder = tmp_path_factory.mktemp("wheel")
     build = f"import setuptools.build_meta as build; build.build_wheel({str(folder)!r})"
-    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", build], cwd=source_of_wheel, check=True, capture_output=True)
     [wheel] = folder.glob("*.whl")
     return wheel
 
 
-def test_the_installed_package(tmp_path):
-    """Its wheel has all files. From it the command exports the chapters with launch files, and nbconvert finds it."""
-    wheel = build_wheel(tmp_path)
-    source = tmp_path / "source"
-    sources = {f"helpers/chapters/{FILE_NAME}"}
-    for path in (source / "helpers").rglob("*"):
-        if path.is_file() and path.suffix != ".toml":
-            sources.add(path.relative_to(source).as_posix())
-    shutil.rmtree(source)
-    with zipfile.ZipFile(wheel) as archive:
-        assert sources < set(archive.namelist())
-
-    # An environment with the wheel. It also finds the packages that are installed here, but not this project.
-    venv.create(tmp_path / "venv", symlinks=True)
-    [site_packages] = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+@pytest.fixture(scope="module")
+def python_with_wheel(wheel, tmp_path_factory):
+    """The Python of an environment that has the wheel, and the packages that are installed here but this project."""
+    folder = tmp_path_factory.mktemp("venv")
+    venv.create(folder, symlinks=True)
+    [site_packages] = (folder / "lib").glob("python*/site-packages")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site_packages)
     (site_packages / "others.pth").write_text(sysconfig.get_path("purelib"))
+    return folder / "bin" / "python"
+
+
+@pytest.fixture
+def run_installed(python_with_wheel, tmp_path):
+    """A function that runs ``python -m`` with the installed package in ``tmp_path``, and returns what it prints."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
     def run(*arguments):
-        """Run ``python -m`` with these arguments in that environment, and return what it prints."""
-        command = [tmp_path / "venv" / "bin" / "python", "-m", *arguments]
+        command = [python_with_wheel, "-m", *arguments]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    listed_chapters = [line.split()[0] for line in run("helpers", "list").splitlines()]
+    return run
+
+
+def test_the_wheel_has_all_files_of_the_package(source_of_wheel, wheel):
+    files = {f"helpers/chapters/{FILE_NAME}"}
+    for path in (source_of_wheel / "helpers").rglob("*"):
+        if path.is_file() and path.suffix != ".toml":
+            files.add(path.relative_to(source_of_wheel).as_posix())
+    with zipfile.ZipFile(wheel) as archive:
+        assert files < set(archive.namelist())
+
+
+def test_the_installed_package_lists_and_exports_the_chapters(run_installed, tmp_path):
+    listed_chapters = [line.split()[0] for line in run_installed("helpers", "list").splitlines()]
     assert listed_chapters == [path.stem for path in commands.chapters()]
 
     ddp = commands.find_notebook("04")
-    printed = run("helpers", "export", "04", "--slurm")
+    printed = run_installed("helpers", "export", "04", "--slurm")
     assert f"scripts/{ddp.stem}.sbatch" in printed
     expected = script_from_notebook(read_notebook(ddp), ddp.stem, commands.tested_with(ddp))
     assert (tmp_path / "scripts" / f"{ddp.stem}.py").read_text() == expected
 
+
+def test_nbconvert_finds_the_exporter_of_the_installed_package(run_installed, tmp_path):
     nbformat.write(notebook(START), tmp_path / "random.ipynb")
-    run("nbconvert", "--to", "torchrun", "random.ipynb")
+    run_installed("nbconvert", "--to", "torchrun", "random.ipynb")
     assert "random_script.py" in (tmp_path / "random_script.py").read_text()

@@ -423,22 +423,26 @@ def time_trainer(script: str, size: ModelSize) -> dict[str, PieceTimes]:
     train_one_piece_by_hand = loop_by_hand(trainer, args)
     train_one_piece_by_hand()  # to warm up
     times = {clock: PieceTimes() for clock in CLOCKS}
-    script_began: dict[str, float] = {}  # what each clock showed when the piece of the script began that now runs
+    start_of_script_piece: dict[str, float] = {}  # what each clock showed then; empty before the first piece
     own_take_step = trainer.take_step
 
     def take_step(training: Any, micro_batches: list, step: int, args: Any) -> Any:
+        """Take a step of the script. Before the first step of a piece, let the loop by hand train a piece."""
         is_first_of_piece = step % STEPS_OF_PIECE == 1
         if is_first_of_piece:
-            if script_began:
-                for clock, seconds in seconds_since(script_began).items():
+            # The script has just ended its last piece.
+            if start_of_script_piece:
+                for clock, seconds in seconds_since(start_of_script_piece).items():
                     times[clock].script.append(seconds)
+
             dist.barrier()
-            began_by_hand = read_clocks()
+            start_by_hand = read_clocks()
             train_one_piece_by_hand()
-            for clock, seconds in seconds_since(began_by_hand).items():
+            for clock, seconds in seconds_since(start_by_hand).items():
                 times[clock].by_hand.append(seconds)
+
             dist.barrier()
-            script_began.update(read_clocks())
+            start_of_script_piece.update(read_clocks())
         return own_take_step(training, micro_batches, step, args)
 
     trainer.take_step = take_step
