@@ -299,7 +299,7 @@ NOT_HERE = {  # why a line cannot be run here
 }
 
 
-def tests_of_chapters():
+def commands_of_chapters():
     """By which test each torchrun line with a chapter's script is run: {line: test}."""
     tests = {}
     for line in LINES:
@@ -314,14 +314,14 @@ def tests_of_chapters():
     return tests
 
 
-def tests_of_exports():
+def commands_of_exports():
     """By which test each line that exports a chapter's script is run: {line: test}. One of them is run: chapter 0's."""
     lines = {ENTER.format(path.stem[:2]) for path in CHAPTERS} - set(WAYS)
     return {line: "test_commands.py::def test_a_line_does_what_the_page_says" for line in lines & set(printed())}
 
 
 def test_each_line_is_in_one_table_and_each_row_is_printed():
-    run_by_tests = [TESTS, tests_of_chapters(), tests_of_exports()]
+    run_by_tests = [TESTS, commands_of_chapters(), commands_of_exports()]
     rows = []
     for table in [WAYS, SERVED, NOT_HERE, *run_by_tests]:
         rows += table
@@ -441,7 +441,7 @@ def test_a_page_is_served(line, folders, tmp_path):
     output = tmp_path / "output"
 
     def printed_addresses():
-        return re.findall(r"http://127\.0\.0\.1:\d+/\S*", output.read_text())
+        return re.findall(r"http://127\.0\.0\.1:\d+/[^\s)]*", output.read_text())  # also within brackets
 
     def read_page():
         """The page at the last address that was printed; "" as long as nothing answers there."""
