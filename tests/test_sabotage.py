@@ -51,6 +51,7 @@ def print_what_does_not_apply():
         os.waitpid(fork, 0)
 
 
+@pytest.mark.timeout(3600)  # beside other work, hundreds of forks of a large process take more than ten minutes
 def test_each_lie_finds_what_it_changes():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
