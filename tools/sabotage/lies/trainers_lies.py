@@ -117,6 +117,7 @@ def guard_collectives_do_nothing(module: Any) -> None:
 @lie("11b", "compile", notebook=True)
 def a_forward_is_compiled_in_place(text: str) -> str:
     """`model.compile()` is called in place of the compilation of `model.forward`."""
+    # A cell can notice this on PyTorch 2.13 alone, where `model.compile()` compiles nothing for an nn.Sequential.
     return swap(text, "model.forward = torch.compile(model.forward, backend=backend)", "model.compile(backend=backend)")
 
 
