@@ -135,15 +135,11 @@ def test_the_page_plans_before_a_reader_changes_anything(visit):
     assert page.locator(".planner-answer .fits").count() == 1
 
 
-def test_the_page_shows_the_command_and_the_sizes_of_what_was_chosen(page_of_small_model):
+def test_the_page_and_its_address_show_what_was_chosen(page_of_small_model, book_url):
     page = page_of_small_model
     command = form.ask({"model": "gpt2-xl", "gpus": "8"}).command
     assert page.inner_text(".planner-answer pre") == command
     assert page.get_attribute("[name=layers]", "placeholder") == "48"
-
-
-def test_the_address_keeps_what_was_chosen(page_of_small_model, book_url):
-    page = page_of_small_model
     assert page.url.endswith("#model=gpt2-xl&gpus=8")
 
     page.goto(f"{book_url}/{PAGE}.html?again#model=gpt2-xl&gpus=16")  # "?again": so that the page is loaded anew
