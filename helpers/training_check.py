@@ -2353,15 +2353,17 @@ class TrainingObserver:
                 self.running.ddp.pop()
 
     def observed(self, module: nn.Module) -> ObservedModel | None:
-        """What is known of a module as a model, or None for a module without parameters, such as a loss.
-
-        A module that was known before ``fully_shard`` wrapped it is looked at again.
-        """
+        """What is known of a module as a model, or None for a module without parameters, such as a loss."""
         known = self.models.get(id(module))
-        if known is not None:
-            was_wrapped_since = isinstance(module, FSDPModule) and not known.description.wrapper
-            if not was_wrapped_since:
-                return known
+        if known is None:
+            return self.observe(module)
+        was_wrapped_since = isinstance(module, FSDPModule) and not known.description.wrapper
+        if was_wrapped_since:  # by fully_shard, which changes the module's parameters
+            return self.observe(module)
+        return known
+
+    def observe(self, module: nn.Module) -> ObservedModel | None:
+        """Describe a module and keep the description, unless the module has no parameters."""
         has_parameters = len(list(module.parameters())) > 0
         if not has_parameters:
             return None

@@ -106,10 +106,11 @@ WAYS = {  # the lines that this file runs
     ),
     "make run CHAPTER=04 NPROC=4": Way(('result .*"world_size": 4',), daily=True),
     "make soak CHAPTER=NN": Way(("2 ranks", "4 ranks"), typed="{} ARGS='--runs 1'", daily=True),
-    "dd if=/dev/zero of=/shared/runs/speed.$(hostname) bs=64M count=160 oflag=direct conv=fsync": Way(  # 16 MB here
+    "for i in $(seq 8); do dd if=/dev/zero of=/shared/runs/speed.$(hostname).$i bs=64M count=32 oflag=direct "
+    "conv=fsync & done; wait": Way(  # 16 MB here
         (r"16777216 bytes.* copied, .*/s",),
-        ("speed",),
-        "dd if=/dev/zero of=speed bs=1M count=16 oflag=direct conv=fsync",
+        ("speed.1", "speed.8"),
+        "for i in $(seq 8); do dd if=/dev/zero of=speed.$i bs=1M count=16 oflag=direct conv=fsync & done; wait",
     ),
     "make scripts": exports(*(f"{path.stem}.py" for path in CHAPTERS)),
     "python -m helpers verify --minutes 8 --out results": Way(  # There is no GPU here.
@@ -216,6 +217,7 @@ TESTS = {  # by which other test a line is run, as "file::words that are in the 
     ),
     "python -m helpers plan job.toml --json": "test_planner_command.py::test_a_file_becomes_a_plan",
     f"{STATIC.format(0)}--nproc-per-node=8 -m helpers doctor": f"{TWO_HOSTS}doctor_sees_both_hosts",
+    f"{STATIC.format(1)}--nproc-per-node=8 -m helpers doctor": f"{TWO_HOSTS}doctor_sees_both_hosts",
     f"{STATIC.format(0)}--master-port=29500 --nproc-per-node=2 place.py": f"{TWO_HOSTS}two_kinds_of_rendezvous",
     f"{STATIC.format(1)}--master-port=29500 --nproc-per-node=1 place.py": f"{TWO_HOSTS}two_kinds_of_rendezvous",
     f"torchrun --nnodes=2 {C10D.format('--rdzv-id=JOB ')} --nproc-per-node=2 place.py": (
@@ -257,10 +259,10 @@ TESTS = {  # by which other test a line is run, as "file::words that are in the 
     "export GLOO_SOCKET_IFNAME=eth0": f"{TWO_HOSTS}a_name_that_means_the_loopback",
 }
 STACKS_OF_ALL_RANKS = (
-    "srun --jobid=4711 --overlap --nodes=8 --ntasks-per-node=1 "
+    "srun --jobid=4711 --overlap --nodes=8 --ntasks-per-node=1 --output=stacks_%N.txt "
     'bash -c \'for pid in $(pgrep -f "[p]ython.*train.py"); '
     'do [ "$(cat /proc/$pid/comm)" = pt_data_worker ] && continue; '
-    'echo "== $(hostname) $pid"; py-spy dump --pid $pid; done\' > stacks.txt'
+    'echo "== $(hostname) $pid"; py-spy dump --pid $pid; done\'; cat stacks_*.txt > stacks.txt'
 )
 NOT_HERE = {  # why a line cannot be run here
     "make lock": "asks PyPI for the newest versions",
@@ -286,7 +288,7 @@ NOT_HERE = {  # why a line cannot be run here
     "nvidia-smi nvlink -e": "asks the driver of an NVIDIA GPU",
     "dcgmi diag -r 2": "belongs to NVIDIA's DCGM, which tests GPUs",
     "dcgmi diag -r 3": "belongs to NVIDIA's DCGM, which tests GPUs",
-    """pdsh -w node[1-8] "dmesg -T | grep -E 'NVRM: Xid|Out of memory'\"""": "reads other hosts' kernel messages",
+    """pdsh -w 'node[1-8]' "dmesg -T | grep -E 'NVRM: Xid|Out of memory'\"""": "reads other hosts' kernel messages",
     "sacct -j 4711 --duplicates -X -P --format=JobID,State,Start,End,ElapsedRaw": "the tests' Slurm has no accounting",
     "scontrol show job 4711 | grep -o 'mem=[^,]*'": "names a job of a cluster",
     f"tail -f {TRAINER}-JOB.out": "follows what a job of a cluster prints",

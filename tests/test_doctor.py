@@ -172,35 +172,33 @@ class Result:
         return re.findall(r"(?m)^(\w+) +NO\b", self.out)
 
 
+def doctor_on_rank(port, sabotage, timeout, plan):
+    """Let ``sabotage(rank)`` break something on this rank, then run the doctor. Returns its exit status, or "gone"."""
+    torch.set_num_threads(1)
+    rank = dist.get_rank()
+    count = dist.get_world_size()
+    # The doctor makes its own group. So end the one that launch has made, when no rank needs it any more.
+    dist.barrier()
+    dist.destroy_process_group()
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as under torchrun, no rank serves the store
+    del os.environ["TORCHELASTIC_RUN_ID"]  # With it, only one rank of the host would return 1 for a problem.
+    try:
+        sabotage(rank)
+        launched = LaunchedRank(rank, count, rank, "127.0.0.1", port)
+        return examine.run_rank(launched, timeout=timeout, plan=plan)
+    except SystemExit:
+        return "gone"
+
+
 @pytest.fixture
 def run_doctor(capsys):
-    """A function that runs the doctor on ``count`` ranks of this machine, and returns a Result.
-
-    On each rank, ``sabotage(rank)`` is called before the doctor, to break something there.
-    """
+    """A function that runs the doctor on ``count`` ranks of this machine, and returns a Result."""
     warm()
 
     def run(count, sabotage, timeout=60, plan=None):
-        # As under torchrun, no rank serves the store: this process does.
         store = dist.TCPStore("127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False)
-
-        def on_rank(port):
-            torch.set_num_threads(1)
-            # The doctor makes its own group. So end the one that launch has made, when no rank needs it any more.
-            dist.barrier()
-            dist.destroy_process_group()
-            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-            del os.environ["TORCHELASTIC_RUN_ID"]  # With it, only one rank of the host would return 1 for a problem.
-            rank = int(os.environ["RANK"])
-            try:
-                sabotage(rank)
-                launched = LaunchedRank(rank, count, rank, "127.0.0.1", port)
-                return examine.run_rank(launched, timeout=timeout, plan=plan)
-            except SystemExit:
-                return "gone"
-
         with leftovers.unchanged():
-            statuses = launch(on_rank, store.port, nproc=count, timeout=timeout + 100)
+            statuses = launch(doctor_on_rank, store.port, sabotage, timeout, plan, nproc=count, timeout=timeout + 100)
         name_of_rank = r"(?m)^\[ranks? [^]]*\] ?"  # "[rank 0] " before each line that launch prints for a rank
         out = re.sub(name_of_rank, "", capsys.readouterr().out)
         return Result(statuses, out)

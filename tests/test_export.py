@@ -244,6 +244,14 @@ def test_the_commands_for_gpus_name_nccl_if_the_script_has_the_flag():
     assert "nccl" not in docstring(without_flag)
 
 
+def test_a_notebook_may_have_commands_of_its_own():
+    sample = notebook(START)
+    sample.metadata["book"] = {"script": {"how_to_start": ["On GPUs:", "torchrun sample.py --repeat 0.2"]}}
+    text = docstring(script_from_notebook(sample, "sample"))
+    assert "\n\nOn GPUs:\ntorchrun sample.py --repeat 0.2\n" in text
+    assert "--nproc-per-node" not in text
+
+
 def test_the_recorded_versions_are_those_of_an_unchanged_chapter(sample, tmp_path, monkeypatch):
     """They are forgotten when the chapter changes. None is returned for a notebook that is no chapter."""
     folder = tmp_path / "chapters"

@@ -7,19 +7,13 @@ from dataclasses import dataclass
 import cloudpickle
 import pytest
 import torch
+from tensor_parallel import divide_block
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from helpers.planner.layout import Layout
@@ -108,27 +102,6 @@ def planned_bytes(arrangement):
 
 # --- As measured ------------------------------------------------------------------------------------------------------
 
-TENSOR_PLAN = {
-    "query": ColwiseParallel(),
-    "key": ColwiseParallel(),
-    "value": ColwiseParallel(),
-    "out": RowwiseParallel(),
-    "mlp.0": ColwiseParallel(),
-    "mlp.2": RowwiseParallel(),
-}
-SEQUENCE_PLAN = {
-    **TENSOR_PLAN,
-    "norm1": SequenceParallel(),
-    "norm2": SequenceParallel(),
-    "out": RowwiseParallel(output_layouts=Shard(1)),
-    "mlp.0": ColwiseParallel(input_layouts=Shard(1)),
-    "mlp.2": RowwiseParallel(output_layouts=Shard(1)),
-}
-# Query, key and value share one gathered input.
-GATHERED_AFTER_NORM = PrepareModuleOutput(
-    output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False
-)
-
 
 class Recomputed(nn.Module):
     """A block that keeps only its input for the backward."""
@@ -146,11 +119,9 @@ def divided_blocks(arrangement, mesh):
     blocks = nn.Sequential()
     for _ in range(LAYERS // arrangement.pp):
         block = PixelBlock(WIDTH, heads=4)
-        if arrangement.sequence:
-            parallelize_module(block, mesh["tp"], SEQUENCE_PLAN)
-            parallelize_module(block, mesh["tp"], {"norm1": GATHERED_AFTER_NORM})
-        elif arrangement.tp > 1:
-            parallelize_module(block, mesh["tp"], TENSOR_PLAN)
+        if arrangement.tp > 1:
+            is_sequence_parallel = arrangement.sequence
+            divide_block(block, mesh["tp"], sequence_parallel=is_sequence_parallel, shared_input=is_sequence_parallel)
         if arrangement.recompute:
             block = Recomputed(block)
         if arrangement.fsdp > 1:

@@ -157,40 +157,17 @@ def divided_model(case):
 
 def divide_by_tensor_parallelism(model, mesh, case):
     """Divide the matrices of each block, and with sequence parallelism also the tokens between them, and the head."""
+    from tensor_parallel import divide_block
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         PrepareModuleInput,
-        PrepareModuleOutput,
-        RowwiseParallel,
         SequenceParallel,
         parallelize_module,
     )
 
-    plan = {
-        "query": ColwiseParallel(),
-        "key": ColwiseParallel(),
-        "value": ColwiseParallel(),
-        "out": RowwiseParallel(),
-        "mlp.0": ColwiseParallel(),
-        "mlp.2": RowwiseParallel(),
-    }
-    layout_behind_norm = Replicate()
-    if case.sequence_parallel:
-        plan["norm1"] = SequenceParallel()
-        plan["norm2"] = SequenceParallel()
-        plan["out"] = RowwiseParallel(output_layouts=Shard(1))
-        plan["mlp.0"] = ColwiseParallel(input_layouts=Shard(1))
-        plan["mlp.2"] = RowwiseParallel(output_layouts=Shard(1))
-        layout_behind_norm = Shard(1)
-    # If the norm's output is gathered at once, query, key and value share it.
-    gather_behind_norm = PrepareModuleOutput(
-        output_layouts=layout_behind_norm, desired_output_layouts=Replicate(), use_local_output=False
-    )
     for block in model.blocks:
-        parallelize_module(block, mesh, plan)
-        if case.shared_input:
-            parallelize_module(block.norm1, mesh, gather_behind_norm)
+        divide_block(block, mesh, sequence_parallel=case.sequence_parallel, shared_input=case.shared_input)
     if case.sequence_parallel:
         divide_tokens = PrepareModuleInput(
             input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True

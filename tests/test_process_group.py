@@ -178,6 +178,15 @@ def test_a_rank_without_a_gpu_of_its_own_raises(pretend_gpus):
     assert not started
 
 
+def test_a_rank_that_was_not_told_its_local_rank_raises(pretend_gpus, monkeypatch):
+    """A batch file for srun may export RANK from Slurm's variables, and forget the other."""
+    started = pretend_gpus(2, local_rank=1)
+    monkeypatch.delenv("LOCAL_RANK")
+    with pytest.raises(RuntimeError, match=r"^RANK is set, but LOCAL_RANK is not\.\nStart the script with torchrun"):
+        start_process_group()
+    assert not started
+
+
 # ---- The end
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import leftovers
 import psutil
@@ -44,35 +45,50 @@ def line_of(script, words):
     return number
 
 
-def test_every_planted_mistake_is_seen_with_its_line(tmp_path):
-    script = HERE / "rehearsal_mistakes.py"
-    report = tmp_path / "report.json"
-    done = rehearse_here(script, "--json", report, flags=[tmp_path])
-    source = script.read_text()
-    lines = source.splitlines()
+@dataclasses.dataclass(frozen=True)
+class Rehearsed:
+    """A script after its rehearsal."""
 
-    # The script prints "seen NAME on RANK" for each mistake of its table, and for three that come after it. A row of
-    # the table begins like this one: ("numpy()", "to numpy", lambda: x.numpy()),
-    names_in_table = re.findall(r'^    \("(.*?)", ', source, re.MULTILINE)
+    script: Path
+    done: subprocess.CompletedProcess[str]
+    report: dict[str, Any]  # what --json has written
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    """The rehearsal of a script of planted mistakes. The script catches each one's error, but not the last one's."""
+    folder = tmp_path_factory.mktemp("planted")
+    script = HERE / "rehearsal_mistakes.py"
+    report = folder / "report.json"
+    done = rehearse_here(script, "--json", report, flags=[folder])
+    return Rehearsed(script, done, json.loads(report.read_text()))
+
+
+def test_every_planted_mistake_raises_its_error(planted):
+    """The script prints "seen NAME on RANK" for each mistake of its table, and for three that come after it."""
+    # A row of the table begins like this one: ("numpy()", "to numpy", lambda: x.numpy()),
+    names_in_table = re.findall(r'^    \("(.*?)", ', planted.script.read_text(), re.MULTILINE)
     expected = {"seen a group that a rank does not make on 1"}
     for name in [*names_in_table, "objects without a set device", "functional on one GPU"]:
         expected.add(f"seen {name} on 0")
         expected.add(f"seen {name} on 1")
-    assert set(done.stdout.splitlines()) == expected, done.stderr
+    assert set(planted.done.stdout.splitlines()) == expected, planted.done.stderr
 
-    # The report has each mistake with its line of the script.
-    refusals = json.loads(report.read_text())["refused"]
-    refused_lines = {refusal["line"] for refusal in refusals}
-    for number, line in enumerate(lines, 1):
+
+def test_the_report_has_every_planted_mistake_with_its_line(planted):
+    refused_lines = {refusal["line"] for refusal in planted.report["refused"]}
+    for number, line in enumerate(planted.script.read_text().splitlines(), 1):
         is_mistake = re.match(r'    \(".*lambda', line)
         is_made_elsewhere = "hooked" in line  # the hook that makes this mistake is defined on another line
         if is_mistake and not is_made_elsewhere:
-            assert f"{script.name}:{number}" in refused_lines, line
+            assert f"{planted.script.name}:{number}" in refused_lines, line
 
-    # The script does not catch its last mistake.
-    assert done.returncode == 1
-    error = f"{script.name}:{len(lines)}: RuntimeError: No backend type associated with device type cpu"
-    assert re.search(rf"\n{error}.*\(ranks \[0, 1\]\)\n$", done.stderr), done.stderr
+
+def test_a_mistake_that_the_script_does_not_catch_ends_the_rehearsal(planted):
+    last_line = len(planted.script.read_text().splitlines())
+    error = f"{planted.script.name}:{last_line}: RuntimeError: No backend type associated with device type cpu"
+    assert planted.done.returncode == 1
+    assert re.search(rf"\n{error}.*\(ranks \[0, 1\]\)\n$", planted.done.stderr), planted.done.stderr
 
 
 LOSS_ON_THE_CPU = """\

@@ -216,15 +216,14 @@ def test_a_validation_set_that_is_too_small_is_refused_before_the_first_step(scr
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_samples_of_unequal_shapes_are_one_line_of_the_rank_that_has_them(script, environment, tmp_path, workers):
-    """One of the 96 samples has a pixel less, so only the rank that reads it has an error."""
-    old = "    return train_set, val_set\n"
-    new = (
+def test_a_sample_of_another_shape_is_an_error_of_one_line(script, environment, tmp_path, workers):
+    """One of 96 samples has 63 pixels in place of 64. Only the rank that reads it can print the error."""
+    unequal_data = (
         "    label = 0\n"
         "    train_set = [(torch.zeros(63), label)] + [(torch.zeros(64), label)] * 95\n"
         "    return train_set, None\n"
     )
-    path = changed(script, tmp_path / "unequal", old, new)
+    path = changed(script, tmp_path / "unequal", "    return train_set, val_set\n", unequal_data)
     # It runs under torchrun itself, because a worker of a forked rank cannot send an error of the script's own class.
     status, _, errors, _ = torchrun(path, 2, environment, "--max-steps=11", f"--num-workers={workers}")
     assert status not in (0, None)

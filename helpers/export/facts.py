@@ -82,6 +82,7 @@ class Script:
     tolerance_why: str = ""  # the reason for another tolerance
     fresh_interpreter: bool = False  # whether a test of one rank needs a new interpreter, and cannot be a fork
     preflight: bool = False  # whether it checks all links of a cluster, so that it runs before other scripts
+    how_to_start: list[str] = field(default_factory=list)  # its docstring's commands, if not the usual ones
     saves_with: str = ""  # the function that saves: a test makes it slow, and tells the job to stop meanwhile
     rehearsals: list[Rehearsal] = field(default_factory=list)
     lines: list[Line] = field(default_factory=list)

@@ -8,6 +8,7 @@ The texts are in templates/, as a reader gets them, but for the values and the b
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -61,33 +62,7 @@ def launch_files(name: str, script: str, allocation: Allocation, preflight: str)
     if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
         raise ExportError(f"{name!r} has characters that a shell reads in its own way.\nRename it for --slurm.")
     abilities = abilities_of(script)
-    backend = ""  # what the lines add to the script's arguments
-    if abilities.chooses_backend:
-        # With this flag a node without its GPUs fails at once. A later flag wins, so the reader can add --backend gloo.
-        backend = " --backend nccl"
-    values = {
-        **asdict(allocation),
-        # Files, and how a shell takes their names.
-        "script_name": f"{name}.py",
-        "file": as_argument(f"{name}.py"),
-        "batch_file": as_argument(f"{name}.sbatch"),
-        "functions_file": f"{name}.slurm.sh",
-        "nodes_file": as_argument(f"{name}.nodes.sh"),
-        "k8s_file": as_argument(f"{name}.k8s.yaml"),
-        "preflight": f"{preflight}.py",
-        "is_check": name == preflight,
-        # The job.
-        "job_name": name.lstrip("-"),  # With a dash, the name of the job's folder would be taken for an option.
-        "label": kubernetes_name(name),
-        "last": allocation.nodes - 1,  # the number of the last node
-        "cpus": allocation.gpus_per_node * CPUS_PER_GPU,  # of a node
-        "stop_before": STOP_BEFORE,
-        "late": LATE,
-        # What the script can do.
-        "resumes": abilities.resumes,
-        "stops": abilities.stops,
-        "backend": backend,
-    }
+    values = template_values(name, abilities, allocation, preflight)
     texts = {}
     for suffix, template in TEMPLATE_OF.items():
         texts[name + suffix] = ENVIRONMENT.get_template(template).render(values)
@@ -113,6 +88,37 @@ def abilities_of(script: str) -> Abilities:
         stops=resumes and "StopRequest(" in script,
         chooses_backend='"--backend"' in script,
     )
+
+
+def template_values(name: str, abilities: Abilities, allocation: Allocation, preflight: str) -> dict[str, Any]:
+    """The variables of the templates, for a script of this name (without .py) and what it can do."""
+    backend = ""  # what the lines add to the script's arguments
+    if abilities.chooses_backend:
+        # With this flag a node without its GPUs fails at once. A later flag wins, so the reader can add --backend gloo.
+        backend = " --backend nccl"
+    return {
+        **asdict(allocation),
+        # Files, and how a shell takes their names.
+        "script_name": f"{name}.py",
+        "file": as_argument(f"{name}.py"),
+        "batch_file": as_argument(f"{name}.sbatch"),
+        "functions_file": f"{name}.slurm.sh",
+        "nodes_file": as_argument(f"{name}.nodes.sh"),
+        "k8s_file": as_argument(f"{name}.k8s.yaml"),
+        "preflight": f"{preflight}.py",
+        "is_check": name == preflight,
+        # The job.
+        "job_name": name.lstrip("-"),  # With a dash, the name of the job's folder would be taken for an option.
+        "label": kubernetes_name(name),
+        "last": allocation.nodes - 1,  # the number of the last node
+        "cpus": allocation.gpus_per_node * CPUS_PER_GPU,  # of a node
+        "stop_before": STOP_BEFORE,
+        "late": LATE,
+        # What the script can do.
+        "resumes": abilities.resumes,
+        "stops": abilities.stops,
+        "backend": backend,
+    }
 
 
 def kubernetes_name(name: str) -> str:

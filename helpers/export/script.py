@@ -14,6 +14,7 @@ from nbformat import NotebookNode
 from ruff import find_ruff_bin
 
 from helpers.command_line import as_argument
+from helpers.export.facts import facts_in
 from helpers.export.flags import WIDTH, parse_args_text, read_flags
 from helpers.export.notebook import LIBRARIES, sort_cells, title_and_purpose
 from helpers.export.parts import check_names, names_bound_by, names_read_by, sort_statements
@@ -38,9 +39,10 @@ def script_from_notebook(notebook: NotebookNode, name: str, tested_with: Sequenc
     parameters = list(flags)
     defined_names = names_bound_by(parts.definitions)
     stops = "StopRequest" in defined_names
+    own_commands = facts_in(notebook.metadata, name).script.how_to_start
     body = main_body(parts.body, parameters)
     sections = [
-        docstring(title, purpose, name, parameters, tested_with, stops),
+        docstring(title, purpose, name, parameters, tested_with, stops, own_commands),
         text_of_imports(parts.imports),
         with_short_lines(text_of(parts.definitions)),
         with_short_lines(f"def main(args):\n{indented(body)}"),
@@ -162,18 +164,24 @@ def docstring(
     parameters: Sequence[str],
     tested_with: Sequence[str] | None = None,
     stops: bool = False,
+    own_commands: Sequence[str] = (),
 ) -> str:
     """The script's docstring: what it is, how to run it, and on which versions of PyTorch it was tested.
 
     If ``backend`` is among the script's ``parameters``, the commands for GPUs name NCCL, so that a missing GPU is an
     error. For the versions in ``tested_with`` there is one line, and if there are none a line that says so, which keeps
     the numbers of the lines below. For None, in the script of a notebook that is no chapter, there is no such line.
-    ``stops`` says that a signal makes the script save: then one more command leaves it the time.
+    ``stops`` says that a signal makes the script save: then one more command leaves it the time. ``own_commands`` are
+    lines of a notebook whose script needs other commands than most.
     """
     if not title.endswith((".", "?", "!")):
         title += "."
     what = textwrap.fill(f"{title} {purpose}".strip(), WIDTH - 4)  # The first line begins with the quotation marks.
-    lines = [what, "", *commands(as_argument(f"{name}.py"), takes_backend="backend" in parameters)]
+    lines = [what, ""]
+    if own_commands:
+        lines += own_commands
+    else:
+        lines += commands(as_argument(f"{name}.py"), takes_backend="backend" in parameters)
     if stops and {"checkpoint_dir", "resume"} <= set(parameters):
         lines += stopping_command(as_argument(f"{name}.py"), name)
     if tested_with is not None:

@@ -88,8 +88,9 @@ class Search:
             return
         dp = self.cluster.gpus // ranks
         sizes: dict[str, Any] = {**mesh, "dp": dp, "sequence_parallel": mesh["tp"] > 1}
-        # shard = 0 means that all data-parallel ranks share the states, and shard = 4 that each four of them do. So a
-        # number from that of all ranks on would be the same as 0, or impossible.
+
+        # "shard" is how many data-parallel ranks share the states: four of them for 4, and all of them for 0. All of
+        # them are tried as 0 already, and more than all cannot be.
         data_ranks = dp * mesh["cp"]
         settings = [setting for setting in settings if setting["shard"] < data_ranks]
 

@@ -242,24 +242,26 @@ def end(ranks: Sequence[psutil.Process]) -> None:
 def last_lines(folder: Path) -> list[str]:
     """The errors of a failed rehearsal in lines such as "train.py:12: RuntimeError: what it says (ranks [0, 1])".
 
-    First come the errors that GPUs or NCCL would have raised, then other errors of the script. The ranks have left them
-    in ``folder``, in files ``refused-RANK`` and ``raised-RANK``. An error that only says that the connection to another
-    rank is lost is left out, unless there is no other.
+    First come the errors that GPUs or NCCL would have raised, which the ranks have left in files ``refused-RANK`` of
+    the folder. Then come other errors of the script, from files ``raised-RANK``. Of these, two kinds are left out: what
+    is in the first files already, and what only says that the connection to another rank is lost, unless there is no
+    other error.
     """
     from helpers.rehearsal.call_order import LOST  # here, because it imports torch
 
     refused = ranks_by_line(folder, "refused")
     raised = ranks_by_line(folder, "raised")
-    refused_errors = {first_line_of_error(line) for line in refused}
-    ranks_of_line = dict(refused)
+
+    shown = dict(refused)  # {line: ranks}
+    refused_errors = [first_line_of_error(line) for line in refused]
     for line, ranks in raised.items():
-        is_known = first_line_of_error(line) in refused_errors
-        only_lost_connection = LOST.search(line) is not None
-        if not is_known and not only_lost_connection:
-            ranks_of_line[line] = ranks
-    if not ranks_of_line:
-        ranks_of_line = raised
-    return [f"{line} (ranks {ranks})" for line, ranks in ranks_of_line.items()]
+        is_refused = first_line_of_error(line) in refused_errors
+        is_lost_connection = LOST.search(line) is not None
+        if not is_refused and not is_lost_connection:
+            shown[line] = ranks
+    if not shown:
+        shown = raised
+    return [f"{line} (ranks {ranks})" for line, ranks in shown.items()]
 
 
 def first_line_of_error(line: str) -> str:

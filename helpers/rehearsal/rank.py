@@ -192,19 +192,28 @@ def main(script: str, args: argparse.Namespace, flags: list[str], folder: Path) 
     pretend(args.gpus)
     observer = mistakes.observe()
     end_process = partial(leave, rank=rank, process=os.getpid(), json=args.json, folder=folder, observer=observer)
-    os._exit = end_process
+    os._exit = end_process  # A script that ends itself in this way leaves its report, too.
 
-    # The script finds the arguments and the import path that Python would have given it.
-    sys.argv = [script, *flags]
-    sys.path[0] = os.path.dirname(os.path.abspath(script))
-    if args.module:
-        sys.path[0] = os.getcwd()
-    hide_this_package(sys.path[0])
+    set_arguments_and_path(script, flags, args.module)
     status = run_as_main(script, args.module, folder)
     if status == 0:
-        # Tell the other ranks. One that still waits for this rank in a collective can then say that it has ended.
-        with contextlib.suppress(dist.DistError):  # the store is gone if the command has ended
-            for group in nccl.PretendedNCCL.instances:
-                group.note_end()
+        tell_that_this_rank_has_ended()
     atexit._run_exitfuncs()  # what the script has registered, because os._exit does not call it
     end_process(status)
+
+
+def set_arguments_and_path(script: str, flags: list[str], is_module: bool) -> None:
+    """Let the script find the arguments and the import path that ``python SCRIPT`` or ``python -m`` gives it."""
+    sys.argv = [script, *flags]
+    if is_module:
+        sys.path[0] = os.getcwd()
+    else:
+        sys.path[0] = os.path.dirname(os.path.abspath(script))
+    hide_this_package(sys.path[0])
+
+
+def tell_that_this_rank_has_ended() -> None:
+    """Note it in each group, so that a rank that still waits for this one in a collective can say why it waits."""
+    with contextlib.suppress(dist.DistError):  # the store is gone if the command has ended
+        for group in nccl.PretendedNCCL.instances:
+            group.note_end()

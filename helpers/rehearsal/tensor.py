@@ -272,18 +272,20 @@ def turn_into(tensor: torch.Tensor, values: torch.Tensor) -> None:
 def has_references_in_cpp(tensor: torch.Tensor) -> bool:
     """Whether torch's C++ refers to a tensor, so that torch.utils.swap_tensors would refuse it.
 
-    torch counts the references. Two of them do not matter: Python's own, and that of the node of autograd's graph that
-    accumulates the tensor's gradient (AccumulateGrad), because swap_tensors knows of it.
+    torch counts the references. Two of them do not matter: Python's own, and that of AccumulateGrad, the node of
+    autograd's graph that accumulates the tensor's gradient, because swap_tensors knows of it.
     """
-    references = tensor._use_count()  # type: ignore[attr-defined, unused-ignore]
-    can_have_node = tensor.is_leaf and tensor.requires_grad
-    if references == 2 and can_have_node:
-        # The second reference may be the node's, or another one. To know it, make sure that there is a node, and count
-        # all references but the node's. (get_gradient_edge returns the node, and makes it if there is none.)
+    if tensor.is_leaf and tensor.requires_grad:
+        # Such a tensor may have its node already, or not. get_gradient_edge makes the node if there is none, so that
+        # here there is one in any case, which holds one reference.
         edge = torch.autograd.graph.get_gradient_edge(tensor)
-        references = tensor._use_count() - 1  # type: ignore[attr-defined, unused-ignore]
+        harmless = 2  # Python's, and the node's
+        references = tensor._use_count()  # type: ignore[attr-defined, unused-ignore]
         del edge
-    return references > 1
+    else:
+        harmless = 1  # Python's
+        references = tensor._use_count()  # type: ignore[attr-defined, unused-ignore]
+    return references > harmless
 
 
 def set_inner(tensor: CudaTensor, values: torch.Tensor) -> None:

@@ -50,13 +50,18 @@ def gpu_of_this_rank() -> torch.device:
     """The GPU whose number is this rank's number on its node."""
     local_rank = 0
     if "RANK" in os.environ:
+        if "LOCAL_RANK" not in os.environ:
+            raise RuntimeError(
+                "RANK is set, but LOCAL_RANK is not.\n"
+                "Start the script with torchrun, which sets both."
+            )
         local_rank = int(os.environ["LOCAL_RANK"])
     gpus = torch.cuda.device_count()
     if local_rank >= gpus:
         raise RuntimeError(
             f"Local rank {local_rank} on {os.uname().nodename} sees {gpus} GPUs.\n"
             "Start one rank per GPU, and let each rank see all GPUs of its node "
-            "(no --gpus-per-task). On CPUs: --backend gloo."
+            "(no --gpus-per-task=1). On CPUs: --backend gloo."
         )
     return torch.device("cuda", local_rank)
 

@@ -22,7 +22,9 @@ HOPPER_REACHES = 0.8
 LAYOUT = {"dp": 1, "zero": 3, "micro_batch": 8, "batch": 8, "dtype": "bfloat16"}
 # {preset: what the planner predicted for this step before it had the factors of corrections.py}. No GPU had run the
 # step by then, so this prediction stays on the page beside today's. The predicted peak of 17.9 GB is still the same.
-FIRST = {"h100": Prediction(catalog.STEP_TIME, "ms", value=124.6, low=105.6, high=199.3, version="planned first")}
+FIRST_PREDICTIONS = {
+    "h100": Prediction(catalog.STEP_TIME, "ms", value=124.6, low=105.6, high=199.3, version="planned first")
+}
 
 
 def predictions_for(gpu: str, ranks: int) -> dict[str, list[Prediction]]:
@@ -36,12 +38,12 @@ def predictions_for(gpu: str, ranks: int) -> dict[str, list[Prediction]]:
         return {}
     cluster = cluster_of(preset, min(ranks, GPUS_PER_NODE))  # one node at most
     predictions = {
-        catalog.PLANNED.name: of_step(preset),
-        catalog.RATES.name: of_rates(cluster),
+        catalog.PLANNED.name: step_predictions(preset),
+        catalog.RATES.name: rate_predictions(cluster),
     }
     has_float8 = "float8" in cluster.peaks
     if has_float8:
-        predictions[catalog.FLOAT8.name] = [of_product(cluster, "float8", catalog.MATRIX)]
+        predictions[catalog.FLOAT8.name] = [product_prediction(cluster, "float8", catalog.MATRIX)]
     if ranks > 1:
         # Real programs reach a share of a data sheet's speed, which FITTED has.
         bandwidth = cluster.link_in_node * FITTED.in_node
@@ -50,7 +52,7 @@ def predictions_for(gpu: str, ranks: int) -> dict[str, list[Prediction]]:
     return predictions
 
 
-def of_step(preset: str) -> list[Prediction]:
+def step_predictions(preset: str) -> list[Prediction]:
     """Time and memory of a step of GPT-2 medium on one GPU, as ``python -m helpers plan`` predicts them.
 
     ``preset`` is the planner's name for the GPU.
@@ -69,24 +71,24 @@ def of_step(preset: str) -> list[Prediction]:
             high=1e3 * step.high,
         )
     ]
-    if preset in FIRST:
-        predictions.append(FIRST[preset])
+    if preset in FIRST_PREDICTIONS:
+        predictions.append(FIRST_PREDICTIONS[preset])
     predictions.append(Prediction(catalog.PEAK, unit="GB", value=memory["total"] / 1e9))
     predictions.append(Prediction(catalog.STATES, unit="GB", value=states / 1e9))
     return predictions
 
 
-def of_rates(cluster: Cluster) -> list[Prediction]:
+def rate_predictions(cluster: Cluster) -> list[Prediction]:
     """Speeds of large matrix products in four number formats, and of a copy within the GPU's memory."""
     predictions = []
     for name in ("float32", "TF32", "bfloat16", "float16"):
-        predictions.append(of_product(cluster, name, catalog.MATRIX, dtype=name.lower()))
+        predictions.append(product_prediction(cluster, name, catalog.MATRIX, dtype=name.lower()))
     bytes_per_second = cluster.memory_speed * FITTED.memory  # Programs reach this share of the data sheet's speed.
     predictions.append(Prediction(catalog.MEMORY_SPEED, unit="GB/s", value=bytes_per_second / 1e9))
     return predictions
 
 
-def of_product(cluster: Cluster, name: str, size: int, dtype: str = "") -> Prediction:
+def product_prediction(cluster: Cluster, name: str, size: int, dtype: str = "") -> Prediction:
     """TFLOP/s of a product of two square matrices that runs alone.
 
     ``name`` is the number format's name in the figure, and ``dtype`` the planner's name for it, if it has another one.

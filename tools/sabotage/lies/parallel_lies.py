@@ -317,7 +317,7 @@ def norms_of_queries_and_keys_are_left_out(text: str) -> str:
 @lie("07", "message|bandwidth", notebook=True)
 def a_message_of_32_mib_gets_the_whole_bandwidth(text: str) -> str:
     """A message of 32 MiB travels as fast as one of a gigabyte."""
-    return swap(text, "OF_32_MIB = 298 / 481", "OF_32_MIB = 1")
+    return swap(text, "NVLINK_32_MIB = 298e9", "NVLINK_32_MIB = 481e9")
 
 
 @lie("07", "all-reduce|one|sum", module="torch.distributed.tensor.parallel.style")
