@@ -97,6 +97,13 @@ def the_meter_keeps_a_tensors_history(text: str) -> str:
     return swap(text, "self.tensor = tensor.detach()", "self.tensor = tensor")
 
 
+@lie("08", "norm|both|copies", notebook=True)
+def both_copies_of_a_tied_weight_count(text: str) -> str:
+    """A weight that the first and the last stage share belongs to the norm of each."""
+    without = "counted = [weight for weight in counted if weight is not tied]"
+    return swap(text, without, "counted = list(counted)")
+
+
 @lie("08", "head|stage|slow", notebook=True)
 def the_last_stage_has_as_many_blocks(text: str) -> str:
     """The division of the blocks into stages does not count the head."""
