@@ -72,9 +72,10 @@ check: $(READY)  ## ruff, mypy, tests that start no ranks; CHAPTER=04: one chapt
 	@$(STATIC)
 	@$(if $(CHAPTER),$(PYTEST) -n 3 -q $(OF_CHAPTER),$(PYTEST) -n 3 -q -m "not ranks and not slow and not system and not daily" tests) $(ARGS)
 
-# CI's own variable means ALL=1. Who names tests in ARGS wants to run them, whatever they need.
+# CI's own variable means ALL=1. Who names tests in ARGS wants to run them, whatever they need; flags as -x name none.
 # ALL=1 and DAILY=1 (and CI) also write what passed to notebooks/verified.json, for the last line of each page.
-SELECTED = $(if $(ARGS)$(DAILY),,$(if $(ALL)$(CI),-m "not daily",-m "not slow and not system and not daily"))
+NAMES_TESTS = $(filter tests% notebooks% -k% -m%,$(ARGS))
+SELECTED = $(if $(NAMES_TESTS)$(DAILY),,$(if $(ALL)$(CI),-m "not daily",-m "not slow and not system and not daily"))
 test: $(READY)  ## every cell, script and process group; ALL=1: also built pages, hosts, Slurm; DAILY=1: all; TORCH=2.15.0
 	@static=$$(mktemp); { $(STATIC); } >$$static 2>&1 & checked=$$!; status=0; \
 	$(PYTEST) -n 4 $(if $(ALL)$(CI)$(DAILY),--record-verified) $(SELECTED) $(ARGS) || status=1; \

@@ -17,6 +17,8 @@ gc.disable()  # imports and collection leave little garbage, and looking for it 
 # All of them test the CPU's path. They share its cores: an OpenMP thread that waits must sleep, not spin.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["OMP_WAIT_POLICY"] = "passive"
+# Beside other work a cell may take ten times as long. A cell that shows a hang has a timeout of its own.
+os.environ["WORLD_SIZE_ONE_TIMEOUT"] = "300"
 if sys.version_info[:3] == (3, 13, 0):
     # PyTorch warns there, below each cell that compiles, that a later release of Python is faster.
     os.environ["PYTHONWARNINGS"] = "ignore:Guards may run slower on Python 3.13.0"

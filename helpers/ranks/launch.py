@@ -33,6 +33,8 @@ __all__ = ["LaunchError", "RankError", "cannot_be_sent", "context", "launch", "w
 
 MAX_RANKS = 64
 MAX_SECONDS = 1_000_000
+# Seconds of a call that names no timeout. On a busy machine, the variable gives all of them more.
+DEFAULT_TIMEOUT = float(os.environ.get("WORLD_SIZE_ONE_TIMEOUT", 60))
 # The function of a tutorial, written for mp.spawn, may begin with parameters such as ``rank`` and ``world_size``, which
 # each rank fills in. {name of a parameter: the environment variable that has its value in a rank}, for the first
 # parameter and for the second.
@@ -75,7 +77,7 @@ def launch(
     fn: Callable[..., Any],
     *args: Any,
     nproc: int = 4,
-    timeout: float = 60,
+    timeout: float = DEFAULT_TIMEOUT,
     env: dict[str, str] | None = None,
     backend: str = "gloo",
     check: bool = False,

@@ -36,7 +36,7 @@ class RanksMagics(Magics):
 
     @magic_arguments()
     @argument("nproc", type=int, nargs="?", default=4, help="number of ranks (default: 4)")
-    @argument("--timeout", type=float, default=60, help="seconds for the whole cell (default: 60)")
+    @argument("--timeout", type=float, default=launch.DEFAULT_TIMEOUT, help="seconds for the cell (default: 60)")
     @argument("--backend", default="gloo", help="gloo (default), nccl, or auto: nccl where each rank has a GPU")
     @argument("--check", action="store_true", help="look for mistakes of training that raise no error")
     @argument("--into", metavar="NAME", help="keep the last line's values, [rank 0's, rank 1's, ...], under this name")

@@ -7,6 +7,7 @@ from helpers.verify.record import Figure, Probe
 from helpers.verify.runs import TORCHRUN, Launcher, cause, threads_of_a_rank
 
 PROGRAM = "helpers.verify.probes.process"
+REHEARSAL_FACTOR = 4  # A rehearsal's CPU may have other work, so a probe gets as many times its seconds there.
 
 
 def measure(launcher: Launcher, task: Task, gpus: int) -> Probe:
@@ -29,11 +30,14 @@ def measure(launcher: Launcher, task: Task, gpus: int) -> Probe:
     variables = {"OMP_NUM_THREADS": launcher.threads or str(threads_of_a_rank(ranks, at_once=1))}
     if launcher.rehearsal:
         variables["CUDA_VISIBLE_DEVICES"] = ""
-    finished = launcher.python(words, task.name, task.seconds, **variables)
+    seconds = task.seconds
+    if launcher.rehearsal:
+        seconds *= REHEARSAL_FACTOR
+    finished = launcher.python(words, task.name, seconds, **variables)
 
     trouble = ""
     if finished.status is None:
-        trouble = f"hung: it still ran after {task.seconds:g} s"
+        trouble = f"hung: it still ran after {seconds:g} s"
     elif finished.status != 0:
         trouble = f"failed: {cause(finished.errors)}"
     probe = Probe(title=task.title, trouble=trouble)
