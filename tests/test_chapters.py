@@ -12,6 +12,7 @@ import pytest
 from asked import searches
 from conftest import ROOT, toc_files
 from hygiene import prose
+from printed import printed
 from sphinx.errors import ExtensionError
 
 from helpers.export import chapters
@@ -38,6 +39,20 @@ def test_a_notebook_says_what_the_book_asks_of_it(path):
         )
     else:
         assert facts.script == Script(), "a page without a script says something of one"
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in NOTEBOOKS if facts_at(path).script.how_to_start], ids=lambda path: path.stem
+)
+def test_the_commands_of_a_scripts_own_are_those_of_its_page(path):
+    """The page may export a variable first, and name its flags in another order."""
+    exported = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    on_pages = [sorted(command.split()) for command in printed()]
+    text = "\n".join(facts_at(path).script.how_to_start).replace("\\\n", " ")
+    commands = [line.split() for line in text.splitlines() if "torchrun " in line]
+    assert len(commands) == 2  # for one machine, and for two
+    for words in commands:
+        assert sorted(word for word in words if word != exported) in on_pages, " ".join(words)
 
 
 def headings_of(path):
