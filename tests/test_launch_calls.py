@@ -1,6 +1,7 @@
 """``launch``: what it returns, the ranks' environment, and what can be sent to ranks and back."""
 
 import functools
+import inspect
 import json
 import os
 import random
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from forked import AT_ADDRESS, TORCHRUN
 from launching import cell, failure, linux, nothing_left, warmed_up  # noqa: F401  (fixtures)
 
-from helpers.ranks.launch import MAX_SECONDS, LaunchError, added_arguments, launch
+from helpers.ranks.launch import MAX_SECONDS, LaunchError, added_arguments, default_timeout, launch
 from helpers.ranks.rank import usable_cores
 
 pytestmark = pytest.mark.ranks
@@ -357,3 +358,20 @@ def test_wrong_arguments_are_refused_before_anything_starts(args, options, messa
     with pytest.raises(LaunchError) as raised:
         launch(*args, **options)
     assert message in str(raised.value)
+
+
+def test_a_variable_gives_calls_that_name_no_timeout_more_seconds(monkeypatch):
+    in_these_tests = float(os.environ["WORLD_SIZE_ONE_TIMEOUT"])  # conftest.py has set it before launch was imported
+    assert inspect.signature(launch).parameters["timeout"].default == in_these_tests != 60
+    monkeypatch.delenv("WORLD_SIZE_ONE_TIMEOUT")
+    assert default_timeout() == 60
+
+
+@pytest.mark.parametrize("text", ["", "abc", "nan", "0", "-5", "inf"])
+def test_a_variable_that_is_no_number_of_seconds_is_refused_in_two_lines(monkeypatch, text):
+    monkeypatch.setenv("WORLD_SIZE_ONE_TIMEOUT", text)
+    with pytest.raises(LaunchError) as raised:
+        default_timeout()
+    first, second = str(raised.value).splitlines()
+    assert first == f"WORLD_SIZE_ONE_TIMEOUT is a number of seconds above 0; it was {text!r}."
+    assert second.startswith("Unset it, or set it to 300")

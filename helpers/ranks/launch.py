@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import itertools
 import linecache
+import math
 import multiprocessing
 import os
 import pickle
@@ -33,8 +34,6 @@ __all__ = ["LaunchError", "RankError", "cannot_be_sent", "context", "launch", "w
 
 MAX_RANKS = 64
 MAX_SECONDS = 1_000_000
-# Seconds of a call that names no timeout. On a busy machine, the variable gives all of them more.
-DEFAULT_TIMEOUT = float(os.environ.get("WORLD_SIZE_ONE_TIMEOUT", 60))
 # The function of a tutorial, written for mp.spawn, may begin with parameters such as ``rank`` and ``world_size``, which
 # each rank fills in. {name of a parameter: the environment variable that has its value in a rank}, for the first
 # parameter and for the second.
@@ -43,6 +42,27 @@ SECOND_PARAMETERS = {"world_size": "WORLD_SIZE", "size": "WORLD_SIZE", "ngpus_pe
 context = multiprocessing.get_context("forkserver")
 numbers_of_calls = itertools.count()  # Each call of launch has a folder with its number.
 main_module_lock = threading.Lock()  # without_main changes sys.modules, so one thread at a time may be in it
+
+
+def default_timeout() -> float:
+    """Seconds of a call that names no timeout: 60, unless WORLD_SIZE_ONE_TIMEOUT says more, for a busy machine.
+
+    Raises LaunchError if that variable is not a number of seconds.
+    """
+    text = os.environ.get("WORLD_SIZE_ONE_TIMEOUT", "60")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= MAX_SECONDS:
+        raise LaunchError(
+            f"WORLD_SIZE_ONE_TIMEOUT is a number of seconds above 0; it was {text!r}.\n"
+            "Unset it, or set it to 300 on a busy machine, and start this process again."
+        )
+    return seconds
+
+
+DEFAULT_TIMEOUT = default_timeout()
 
 
 def warm() -> None:
