@@ -80,7 +80,7 @@ test: $(READY)  ## every cell, script and process group; ALL=1: also built pages
 	@static=$$(mktemp); { $(STATIC); } >$$static 2>&1 & checked=$$!; status=0; \
 	$(PYTEST) -n 4 $(if $(ALL)$(CI)$(DAILY),--record-verified) $(SELECTED) $(ARGS) || status=1; \
 	wait $$checked || status=1; cat $$static; rm -f $$static; exit $$status
-rehearse: $(READY)  ## run the GPU path of eleven chapters on 8 or 2 x 8 pretended GPUs
+rehearse: $(READY)  ## run the GPU path of eleven chapters on 8 or 2 x 8 simulated GPUs
 	@$(BIN)/python tools/rehearse_all.py
 gpu: $(READY)  ## verify the whole book on this machine's GPUs  (ARGS='--chapters 04 06')
 	@$(BIN)/python -m helpers verify $(ARGS)

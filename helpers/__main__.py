@@ -60,7 +60,7 @@ def add_commands(commands: Any) -> None:
     """Add all commands with their arguments. ``commands`` is what argparse's ``add_subparsers`` returned."""
     chapters.add_commands(commands)
 
-    command = commands.add_parser("rehearse", help="run a script's GPU path on pretended GPUs of this machine")
+    command = commands.add_parser("rehearse", help="run a script's GPU path on simulated GPUs of this machine")
     command.set_defaults(main=rehearsal.main)
     rehearsal.add_arguments(command)
 

@@ -1,4 +1,4 @@
-"""What is counted for each line of a script, on real and on pretended GPUs: waits, copies, collectives, and steps."""
+"""What is counted for each line of a script, on real and on simulated GPUs: waits, copies, collectives, and steps."""
 
 import os
 import sys

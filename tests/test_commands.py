@@ -58,7 +58,7 @@ BATCH_FILE = f"../notebooks/{find_notebook('12c').name}"  # the page about it
 # With this line a chapter begins to say how its script is started.
 ENTER = "source .venv/bin/activate && python -m helpers export {} && cd scripts"
 NEXT = f"{len(CHAPTERS):02}"
-REHEARSED = "on 8 pretended GPUs"
+REHEARSED = "on 8 simulated GPUs"
 REPLACED = {  # what a reader replaces: what it is here
     "=gpu": "=2",
     "NN_topic": FIRST,
@@ -135,10 +135,10 @@ WAYS = {  # the lines that this file runs
         (REHEARSED, "the host waits for the GPU"), never_prints=("Traceback",), daily=True
     ),
     "python -m helpers rehearse 08 --gpus 8 --nodes 2": Way(
-        ("on 16 pretended GPUs|2 nodes",), typed="{} --timeout 300 -- --layers 16 --micro-batches 16", daily=True
+        ("on 16 simulated GPUs|2 nodes",), typed="{} --timeout 300 -- --layers 16 --micro-batches 16", daily=True
     ),
-    "python -m helpers rehearse my_script.py --gpus 4 -- --lr 1": Way(("on 4 pretended GPUs",)),
-    "python -m helpers rehearse -m package.train --gpus 4": Way(("on 4 pretended GPUs",), daily=True),
+    "python -m helpers rehearse my_script.py --gpus 4 -- --lr 1": Way(("on 4 simulated GPUs",)),
+    "python -m helpers rehearse -m package.train --gpus 4": Way(("on 4 simulated GPUs",), daily=True),
     "python -m helpers rehearse train.py --gpus 8": Way((REHEARSED,), daily=True),
     "python -m helpers plan llama3-70b h100 --gpus 512 --layout batch=1024": Way(
         ("layouts of .* 512 x h100", "ranked")
@@ -468,4 +468,4 @@ def test_a_rehearsal_of_defaults_ends_within_a_minute(chapter, folders, tmp_path
     status = shell.wait(300)
     out = output.read_text()
     assert status == 0, out
-    assert "Rehearsal on 2 pretended GPUs" in out
+    assert "Rehearsal on 2 simulated GPUs" in out

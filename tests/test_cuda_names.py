@@ -10,10 +10,10 @@ import pytest
 import torch
 from scripting import rehearse_here
 
-from helpers.rehearsal.cuda_names import NOTHING, PRETENDED, REFUSED, UNCHANGED
+from helpers.rehearsal.cuda_names import NOTHING, REFUSED, SIMULATED, UNCHANGED
 
 CALLS = Path(__file__).parent / "support" / "rehearsal_cuda.py"
-DECIDED = [*PRETENDED, *UNCHANGED, *NOTHING, *REFUSED]
+DECIDED = [*SIMULATED, *UNCHANGED, *NOTHING, *REFUSED]
 
 
 def public_modules():
@@ -63,7 +63,7 @@ def test_each_name_is_decided_once():
     assert len(DECIDED) == len(set(DECIDED))
 
 
-@pytest.mark.parametrize("name", sorted({*PRETENDED, *UNCHANGED, *NOTHING}))
+@pytest.mark.parametrize("name", sorted({*SIMULATED, *UNCHANGED, *NOTHING}))
 def test_a_script_calls_each_name_that_is_not_refused(name):
     _, _, last_part = name.rpartition(".")
     # The script puts names such as register_graph_capture_start_hook together from "capture_start" and the rest.

@@ -103,14 +103,14 @@ ADDRESSES = {"lo": "127.0.0.1", "eth0": "10.0.0.7", "eth1": "10.1.0.7"}  # {inte
 )
 def test_the_interface_that_a_backend_takes(device, variable, expected, monkeypatch):
     """``variable`` is what the user has set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to."""
-    pretend_network(monkeypatch)
+    fake_network(monkeypatch)
     for backend in ("GLOO", "NCCL"):
         monkeypatch.setenv(f"{backend}_SOCKET_IFNAME", variable)
     assert facts.choose_interface(device, "node0") == expected
 
 
-def pretend_network(monkeypatch):
-    """Pretend that this host has the interfaces of ADDRESSES, a name that is a loopback, and its master at eth0."""
+def fake_network(monkeypatch):
+    """Give this host the interfaces of ADDRESSES, a name that is a loopback address, and eth0 towards its master."""
     monkeypatch.setattr(facts, "addresses_by_interface", lambda: ADDRESSES)
     monkeypatch.setattr(facts, "address_of_own_name", lambda: "127.0.1.1")
     monkeypatch.setattr(facts, "address_towards", lambda host: ADDRESSES["eth0"])
@@ -150,7 +150,7 @@ def test_facts_of_a_gpu(monkeypatch):
     assert on_broken_gpu.gpu_error == "CUDA error: odd"
 
 
-# A pretended nvidia-smi of an older driver: it knows one GPU, and not the newer name of the reasons for low clocks.
+# A fake nvidia-smi of an older driver: it knows one GPU, and not the newer name of the reasons for low clocks.
 NVIDIA_SMI = """#!/bin/sh
 case "$*" in *--id=GPU-1234*) ;; *) echo "no GPU of this name"; exit 6 ;; esac
 case "$*" in *clocks_event_reasons*) echo "not a valid field to query." ; exit 2 ;; esac
@@ -166,25 +166,25 @@ KERNEL_LOG = """\
 
 
 @pytest.fixture
-def pretend_command(tmp_path, monkeypatch):
+def fake_command(tmp_path, monkeypatch):
     """A function that makes a shell script the command of this name. No other commands are found."""
     folder = tmp_path / "commands"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
 
-    def pretend(name, script):
+    def fake(name, script):
         path = folder / name
         path.write_text(script)
         path.chmod(0o755)
 
-    return pretend
+    return fake
 
 
-def test_what_the_driver_says_of_one_gpu(pretend_command, tmp_path):
+def test_what_the_driver_says_of_one_gpu(fake_command, tmp_path):
     log = tmp_path / "log"
     log.write_text(KERNEL_LOG)
-    pretend_command("nvidia-smi", NVIDIA_SMI)
-    pretend_command("dmesg", f'#!/bin/sh\nwhile read -r line; do echo "$line"; done < {log}\n')
+    fake_command("nvidia-smi", NVIDIA_SMI)
+    fake_command("dmesg", f'#!/bin/sh\nwhile read -r line; do echo "$line"; done < {log}\n')
 
     health = driver.health_of_gpu("1234")
     slowdowns = ("hw_slowdown", "sw_thermal_slowdown")
@@ -200,15 +200,15 @@ def test_a_recovery_action_is_a_bad_xid():
     assert driver.broken_xids(log, bus_id="00000000:9D:00.0") == (48, 154)
 
 
-def test_what_the_driver_does_not_say(pretend_command):
+def test_what_the_driver_does_not_say(fake_command):
     """On a machine without nvidia-smi; on one whose dmesg is forbidden and whose GPU has no ECC; on an unknown one."""
     health = driver.health_of_gpu("1234")
     assert health == Health(not_read=("nvidia-smi: there is no such command",))
 
     without_ecc = NVIDIA_SMI.replace("9D:00.0, 3, Active", "9D:00.0, [N/A], Not Active")
     forbidden = "#!/bin/sh\necho 'dmesg: read kernel buffer failed: Operation not permitted' >&2\nexit 1\n"
-    pretend_command("nvidia-smi", without_ecc)
-    pretend_command("dmesg", forbidden)
+    fake_command("nvidia-smi", without_ecc)
+    fake_command("dmesg", forbidden)
     health = driver.health_of_gpu("1234")
     assert health.uncorrected_errors is None
     assert health.slowdowns == ("sw_thermal_slowdown",)
@@ -217,7 +217,7 @@ def test_what_the_driver_does_not_say(pretend_command):
     assert "driver    uncorrected memory errors: 0, counted by 1 of 2 GPUs" in text
     assert "not read: Xids in dmesg: dmesg: read kernel buffer failed: Operation not permitted" in text
 
-    pretend_command("nvidia-smi", "#!/bin/sh\necho another form\n")
+    fake_command("nvidia-smi", "#!/bin/sh\necho another form\n")
     health = driver.health_of_gpu("1234")
     assert health.not_read == ("nvidia-smi: an answer of another form: another form",)
 

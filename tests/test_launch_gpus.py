@@ -1,6 +1,6 @@
 """``launch`` on GPUs: the backend that it chooses, what each rank's torch is told, and who may ask CUDA.
 
-No GPU is needed: the forkserver of a script here gives its ranks two pretended ones, on which gloo stands for NCCL.
+No GPU is needed: the forkserver of a script here gives its ranks two simulated ones, on which gloo stands for NCCL.
 tools/launch_on_gpus.py checks the same on real ones.
 """
 
@@ -103,7 +103,7 @@ def test_the_forkserver_imports_nothing_that_asks_cuda(tmp_path):
     assert process.stdout == "['device_count']\n"
 
 
-# --- on pretended GPUs ------------------------------------------------------------------------------------------------
+# --- on simulated GPUs ------------------------------------------------------------------------------------------------
 
 
 SCRIPT = """
@@ -115,10 +115,10 @@ from helpers.ranks.launch import RankError, launch
 
 preload = module.context.set_forkserver_preload
 
-def preload_with_pretended_gpus(names):
-    preload([*names, "pretended_gpus"])
+def preload_with_simulated_gpus(names):
+    preload([*names, "simulated_gpus"])
 
-module.context.set_forkserver_preload = preload_with_pretended_gpus
+module.context.set_forkserver_preload = preload_with_simulated_gpus
 
 def look(rank, size):
     x = torch.full((2,), rank + 1.0, device="cuda")  # the current device
@@ -187,10 +187,10 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def answers():
-    """What SCRIPT prints: the result of each of its launches, by its name. The ranks have two pretended GPUs."""
+    """What SCRIPT prints: the result of each of its launches, by its name. The ranks have two simulated GPUs."""
     with leftovers.surroundings() as environment:
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
-        environment["TORCH_DIST_USE_NCCL2"] = "0"  # the pretended NCCL is the one of before PyTorch 2.15
+        environment["TORCH_DIST_USE_NCCL2"] = "0"  # the simulated NCCL is the one of before PyTorch 2.15
         process = subprocess.run(
             [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=300
         )

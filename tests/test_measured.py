@@ -162,7 +162,7 @@ def test_the_copy_in_markdown_shows_what_the_page_shows(project):
     [
         ("<<<<<<< HEAD", "is not a record of a verification"),
         (json.dumps(asdict(Record({**FACTS, "commit": ""}))), "does not say its commit"),
-        (json.dumps(asdict(Record({**FACTS, "rehearsed": "yes"}))), "was rehearsed on pretended GPUs"),
+        (json.dumps(asdict(Record({**FACTS, "rehearsed": "yes"}))), "was rehearsed on simulated GPUs"),
     ],
 )
 def test_a_file_that_no_page_may_show_fails_the_build_and_is_named(project, content, message):

@@ -17,7 +17,7 @@ from helpers.ranks.launch import launch
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # importing it takes a rank a second
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.ranks
 
 # Code that makes a function of a script slow: on rank 0, its third call sends SIGTERM to torchrun and then takes 12
 # seconds, which is longer than StopRequest once waited.
@@ -116,8 +116,8 @@ def test_chapter_10_waits_for_a_slow_save_for_its_patience(alone, tmp_path):
     assert "Timed out waiting 5000ms" in ended.errors
 
 
-def logged_by_a_pretended_clock(path, flags):
-    """Train with the script of chapter 16 on a pretended device, on which a step takes a second, and a save an hour.
+def logged_by_a_simulated_clock(path, flags):
+    """Train with the script of chapter 16 on a simulated device, on which a step takes a second, and a save an hour.
 
     The device has a queue: the host goes on while it works. Returns what the script logs, as a list of dictionaries,
     and the MFU that belongs to a step of one second.
@@ -158,5 +158,5 @@ def test_a_step_lasts_until_the_device_has_done_it(tmp_path):
     """A clock that is read before makes a step as short as its launch, or a save as long as the steps in its queue."""
     script = export("16", tmp_path)
     flags = ["--steps=12", "--log-every=4", "--save-every=3", f"--checkpoint-dir={tmp_path / 'kept'}"]
-    [(logged, mfu_of_a_second)] = launch(logged_by_a_pretended_clock, str(script), flags, nproc=1)
+    [(logged, mfu_of_a_second)] = launch(logged_by_a_simulated_clock, str(script), flags, nproc=1)
     assert logged == [{"seconds": 1, "mfu": mfu_of_a_second}] * 3

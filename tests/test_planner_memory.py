@@ -244,7 +244,7 @@ GATHERED_EACH_TIME = [
 
 
 def tracked_peaks(cases, gathers_once):
-    """For each case, the bytes of FSDP at the fullest moment of a step, on rank 0 of a pretended world."""
+    """For each case, the bytes of FSDP at the fullest moment of a step, on rank 0 of a simulated world."""
     return [tracked_peak(case, gathers_once) for case in cases]
 
 

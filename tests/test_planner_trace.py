@@ -1,4 +1,4 @@
-"""What ranks hold, traced in worlds of pretended ranks: it equals what four real ranks hold, and what a plan counts."""
+"""What ranks hold, traced in worlds of simulated ranks: it equals what four real ranks hold, and what a plan counts."""
 
 import sys
 
@@ -35,7 +35,7 @@ def real_ranks():
 
 
 @pytest.mark.parametrize("layout", ON_FOUR_RANKS, ids=lambda layout: layout.summary)
-def test_pretended_ranks_hold_what_real_ones_hold(layout, real_ranks):
+def test_simulated_ranks_hold_what_real_ones_hold(layout, real_ranks):
     """A trace has the first and the last rank."""
     first, *_, last = real_ranks[layout]
     assert trace(ODD, layout).ranks == (first, last)

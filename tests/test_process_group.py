@@ -1,4 +1,4 @@
-"""The process group: one rank without torchrun, the choice of a device on pretended GPUs, and the end."""
+"""The process group: one rank without torchrun, the choice of a device on simulated GPUs, and the end."""
 
 import os
 import sys
@@ -106,18 +106,18 @@ def test_the_readers_own_interface_is_kept(load_extension):
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
 
 
-# ---- The device of a rank, on machines with pretended GPUs
+# ---- The device of a rank, on machines with simulated GPUs
 
 
 @pytest.fixture
-def pretend_gpus(monkeypatch):
-    """A function that makes torch believe in so many GPUs, and in torchrun if there is a local rank.
+def fake_gpus(monkeypatch):
+    """A function that makes torch find so many GPUs and, for a local rank, the variables of torchrun.
 
     It returns a dictionary in which the backend and the options of the group appear when it is started, and under
     "current" the device that was made the current one.
     """
 
-    def pretend(num_gpus, local_rank=None):
+    def fake(num_gpus, local_rank=None):
         started = {}
 
         def device_count():
@@ -142,12 +142,12 @@ def pretend_gpus(monkeypatch):
             monkeypatch.setenv("LOCAL_RANK", str(local_rank))
         return started
 
-    return pretend
+    return fake
 
 
 @pytest.mark.parametrize(("local_rank", "gpu"), [(None, 0), (1, 1)])
-def test_a_rank_takes_nccl_and_its_own_gpu(pretend_gpus, local_rank, gpu):
-    started = pretend_gpus(2, local_rank)
+def test_a_rank_takes_nccl_and_its_own_gpu(fake_gpus, local_rank, gpu):
+    started = fake_gpus(2, local_rank)
     no_backend = ""  # the default of the flag --backend
     device = start_process_group(no_backend)
     assert device == torch.device("cuda", gpu)
@@ -156,31 +156,31 @@ def test_a_rank_takes_nccl_and_its_own_gpu(pretend_gpus, local_rank, gpu):
     assert started["current"] == device
 
 
-def test_a_rank_takes_gloo_where_it_is_asked_for(pretend_gpus):
-    started = pretend_gpus(2, local_rank=1)
+def test_a_rank_takes_gloo_where_it_is_asked_for(fake_gpus):
+    started = fake_gpus(2, local_rank=1)
     assert start_process_group("gloo") == CPU
     assert started["backend"] == "gloo"
     assert started["device_id"] is None
     assert "current" not in started
 
 
-def test_nccl_beside_gloo_takes_the_gpu_too(pretend_gpus):
-    pretend_gpus(2, local_rank=1)
+def test_nccl_beside_gloo_takes_the_gpu_too(fake_gpus):
+    fake_gpus(2, local_rank=1)
     assert start_process_group("cpu:gloo,cuda:nccl") == torch.device("cuda", 1)
 
 
-def test_a_rank_without_a_gpu_of_its_own_raises(pretend_gpus):
+def test_a_rank_without_a_gpu_of_its_own_raises(fake_gpus):
     """With srun --gpus-per-task=1, each rank sees a single GPU, as number 0."""
-    started = pretend_gpus(1, local_rank=1)
+    started = fake_gpus(1, local_rank=1)
     with pytest.raises(RuntimeError, match=r"^Local rank 1 on .* sees 1 GPUs\.\n.*no --gpus-per-task") as raised:
         start_process_group()
     assert len(str(raised.value).splitlines()) == 2
     assert not started
 
 
-def test_a_rank_that_was_not_told_its_local_rank_raises(pretend_gpus, monkeypatch):
+def test_a_rank_that_was_not_told_its_local_rank_raises(fake_gpus, monkeypatch):
     """A batch file for srun may export RANK from Slurm's variables, and forget the other."""
-    started = pretend_gpus(2, local_rank=1)
+    started = fake_gpus(2, local_rank=1)
     monkeypatch.delenv("LOCAL_RANK")
     with pytest.raises(RuntimeError, match=r"^RANK is set, but LOCAL_RANK is not\.\nStart the script with torchrun"):
         start_process_group()

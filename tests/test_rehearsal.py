@@ -1,4 +1,4 @@
-"""Rehearsals on pretended GPUs: each planted mistake is caught, lines have the right counts, and nothing is left."""
+"""Rehearsals on simulated GPUs: each planted mistake is caught, lines have the right counts, and nothing is left."""
 
 import dataclasses
 import json
@@ -115,7 +115,7 @@ def test_the_refusal_on_the_page(tmp_path):
     recorded.compare("rehearsal_refused", text, "python -m pytest tests/test_rehearsal.py -k refusal")
 
 
-def test_what_public_programs_do_is_right_on_pretended_gpus():
+def test_what_public_programs_do_is_right_on_simulated_gpus():
     script = HERE / "rehearsal_public.py"
     done = rehearse_here(script)
     assert done.returncode == 0, done.stderr

@@ -215,7 +215,7 @@ def test_a_rehearsal_has_the_result_of_one_rank(notebook, result_of_one_rank, tm
     assert done.returncode == 0, out
     result_on_gpus = result_without_world_size(out, gpus, first_line=f"{gpus} rank(s), nccl on cuda")
     assert result_on_gpus == pytest.approx(result_of_one_rank(notebook), abs=TOLERANCE)
-    assert out.count(f"Rehearsal on {gpus} pretended GPUs") == 1
+    assert out.count(f"Rehearsal on {gpus} simulated GPUs") == 1
     # All collectives of the default group used the GPUs, so they are NCCL's. The report has lines such as
     # "trainer.py:88  allreduce (NCCL)" and "trainer.py:67  allreduce by DDP, in backward".
     assert re.search(r"\((NCCL|C\+\+)\)|by DDP", out)
@@ -276,7 +276,7 @@ def test_the_cheat_sheet_on_two_ranks(tmp_path):
     assert done.stdout.count("the end") == 2
 
 
-class PretendedClock:
+class SimulatedClock:
     """A clock, and a call that takes 5 ms by it. Two calls take half a second more: the first and the fourth."""
 
     def __init__(self):
@@ -295,7 +295,7 @@ class PretendedClock:
 
 def test_the_clock_of_chapter_2_leaves_out_the_first_call_and_slow_means(tmp_path, monkeypatch):
     functions = runpy.run_path(str(export("02", tmp_path)))
-    clock = PretendedClock()
+    clock = SimulatedClock()
     functions["start_process_group"]("gloo")
     monkeypatch.setattr(time, "perf_counter", clock.perf_counter)
     seconds = functions["time_call"](clock.call, repeat=0.015, device=torch.device("cpu"))

@@ -2650,8 +2650,8 @@ def loss_of_weights(path, args, file):
 # --- the speed, the log, a compiler -----------------------------------------------------------------------------------
 
 
-def speeds_on_a_pretended_device(path, args):
-    """Train on a pretended device. Returns {step: samples per second} as logged.
+def speeds_on_a_simulated_device(path, args):
+    """Train on a simulated device. Returns {step: samples per second} as logged.
 
     - A step puts one second of work into the device's queue, and the host does not wait for it.
     - A validation or a save takes the host an hour.
@@ -2701,7 +2701,7 @@ def test_the_speed_is_that_of_steps_alone(script, tmp_path):
     """
     flags = ["--batch-size=10", "--max-steps=20", "--log-every=4", "--save-every=3", "--val-every=7"]
     args = settings(script, *flags, f"--checkpoint-dir={tmp_path}")
-    [speeds] = launch(speeds_on_a_pretended_device, str(script), args, nproc=1)
+    [speeds] = launch(speeds_on_a_simulated_device, str(script), args, nproc=1)
     assert speeds == {4: 10, 8: 10, 12: 10, 16: 10, 20: 10}
 
 
@@ -2777,7 +2777,7 @@ def test_a_logger_has_one_run(script, environment, tmp_path):
 
 
 def ids_of_wandb(path, all_args):
-    """Open the loggers of some runs, with a pretended wandb. Returns the id that each run gives to ``wandb.init``.
+    """Open the loggers of some runs, with a fake wandb. Returns the id that each run gives to ``wandb.init``.
 
     Two runs with the same id are one run at Weights & Biases.
     """

@@ -435,7 +435,7 @@ def section_on_mistakes(printed):
 @pytest.mark.ranks
 @pytest.mark.daily
 @pytest.mark.timeout(600)
-def test_pretended_gpus_change_no_finding(tmp_path):
+def test_simulated_gpus_change_no_finding(tmp_path):
     """In a rehearsal, the programs of the catalogue have the same findings as on real devices."""
     done = rehearse_here(ROOT / "tests" / "support" / "rehearsal_silent.py", flags=[tmp_path], timeout=500)
     expected = {}

@@ -64,7 +64,7 @@ def test_planted_differences_are_named(helpers, tmp_path):
         script.write_text(SCRIPT.replace("PLANTED", planted))
         scripts.append(script)
     out = tmp_path / "out"
-    options = ["--rehearsal", "--out", out, "--minutes", "60", "--timeout", "40"]
+    options = ["--rehearsal", "--out", out, "--minutes", "60", "--timeout", "90"]
     status, printed, errors = helpers("verify", *options, "--chapters", *scripts)
     assert (status, errors) == (1, ""), printed
     assert sorted(path.name for path in out.iterdir()) == ["logs.zip", "page.md", "results.json"]

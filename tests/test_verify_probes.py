@@ -64,10 +64,10 @@ def test_a_product_alone_is_predicted_faster_than_in_a_step():
 def test_what_is_predicted_is_measured_under_the_same_name(name, probe, monkeypatch):
     """Each predicted figure is one that the probe measures, in the same unit."""
 
-    def pretended_seconds(call, device):
+    def simulated_seconds(call, device):
         return 1.0
 
-    monkeypatch.setattr(products, "seconds_of", pretended_seconds)
+    monkeypatch.setattr(products, "seconds_of", simulated_seconds)
     on_meta = torch.device("meta")  # Tensors have the sizes of a GPU's there, and no numbers.
     measured = {(figure.name, figure.unit) for figure in probe(on_meta)}
     predictions = predictions_for(H100, ranks=1)[name]

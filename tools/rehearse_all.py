@@ -1,4 +1,4 @@
-"""Rehearse chapters on many pretended GPUs and compare their results with one rank's on gloo (``make rehearse``).
+"""Rehearse chapters on many simulated GPUs and compare their results with one rank's on gloo (``make rehearse``).
 
 On how many GPUs, and with which flags, a notebook says under ``script.rehearsals`` (helpers/export/facts.py).
 """
@@ -18,7 +18,7 @@ KEYS_OF_THE_LAUNCH = ("world_size", "nodes")  # numbers of a result that depend 
 
 
 def rehearse(script: Path, run: Rehearsal) -> bool:
-    """Rehearse a script on pretended GPUs, compare it with a run on one rank with gloo, and print a line of the table.
+    """Rehearse a script on simulated GPUs, compare it with a run on one rank with gloo, and print a line of the table.
 
     ``run`` says on how many GPUs of how many nodes, and with which flags. Returns whether both runs have the same
     result, but for the numbers that depend on how the script was started.
@@ -41,16 +41,16 @@ def rehearse(script: Path, run: Rehearsal) -> bool:
 
 
 def differences_from_gloo(script: Path, run: Rehearsal) -> list[str]:
-    """Run a script on pretended GPUs and on one rank with gloo, and return how the two results differ, as texts.
+    """Run a script on simulated GPUs and on one rank with gloo, and return how the two results differ, as texts.
 
     Raises Failed if one of the two runs fails.
     """
     flags = run.flags.split()
     options = ["--nodes", run.nodes, "--gpus", run.gpus, "--timeout", TIMEOUT]
-    on_pretended_gpus = result(script.parent, "-m", "helpers", "rehearse", script, *options, "--", *flags)
+    on_simulated_gpus = result(script.parent, "-m", "helpers", "rehearse", script, *options, "--", *flags)
     on_gloo = result(script.parent, script, *flags)
     differences = []
-    for difference in numbers(on_pretended_gpus, on_gloo, TOLERANCE):  # each begins with the key of a number
+    for difference in numbers(on_simulated_gpus, on_gloo, TOLERANCE):  # each begins with the key of a number
         if not difference.startswith(KEYS_OF_THE_LAUNCH):
             differences.append(difference)
     return differences

@@ -66,7 +66,7 @@ def read_records(folder: Path) -> list[Record]:
         if missing:
             raise ValueError(f"{path} does not say its {' and '.join(missing)}, so no page can show it. Remove it.")
         if "rehearsed" in record.facts:
-            raise ValueError(f"{path} was rehearsed on pretended GPUs: its numbers are no measurements. Remove it.")
+            raise ValueError(f"{path} was rehearsed on simulated GPUs: its numbers are no measurements. Remove it.")
         records.append(record)
     return sorted(records, key=lambda record: record.facts["date"])
 

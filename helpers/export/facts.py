@@ -62,7 +62,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A run of the script on many pretended GPUs, for ``make rehearse``."""
+    """A run of the script on many simulated GPUs, for ``make rehearse``."""
 
     nodes: int = 1
     gpus: int = 8  # of each node
@@ -76,8 +76,8 @@ class Script:
 
     result: dict[str, str] = field(default_factory=dict)  # what its numbers must be: {"val_accuracy": "> 0.95"}
     quick_flags: str = ""  # flags with which it ends soon on CPUs, and with the same counts in each run
-    rehearsal_flags: str = ""  # further flags, which the tests' rehearsals on pretended GPUs add to the quick ones
-    gpus: int = 2  # how many GPUs these rehearsals pretend
+    rehearsal_flags: str = ""  # further flags, which the tests' rehearsals on simulated GPUs add to the quick ones
+    gpus: int = 2  # how many GPUs these rehearsals simulate
     tolerance: float = 0.01  # of a result on GPUs beside gloo's: one of 357 images judged otherwise is 0.003
     tolerance_why: str = ""  # the reason for another tolerance
     fresh_interpreter: bool = False  # whether a test of one rank needs a new interpreter, and cannot be a fork

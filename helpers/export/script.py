@@ -40,9 +40,10 @@ def script_from_notebook(notebook: NotebookNode, name: str, tested_with: Sequenc
     defined_names = names_bound_by(parts.definitions)
     stops = "StopRequest" in defined_names
     own_commands = facts_in(notebook.metadata, name).script.how_to_start
+    commands = how_to_start(name, parameters, own_commands, stops)
     body = main_body(parts.body, parameters)
     sections = [
-        docstring(title, purpose, name, parameters, tested_with, stops, own_commands),
+        docstring(title, purpose, commands, tested_with),
         text_of_imports(parts.imports),
         with_short_lines(text_of(parts.definitions)),
         with_short_lines(f"def main(args):\n{indented(body)}"),
@@ -157,33 +158,17 @@ class ArgumentsToNames(ast.NodeTransformer):
 # ---- The script's text
 
 
-def docstring(
-    title: str,
-    purpose: str,
-    name: str,
-    parameters: Sequence[str],
-    tested_with: Sequence[str] | None = None,
-    stops: bool = False,
-    own_commands: Sequence[str] = (),
-) -> str:
-    """The script's docstring: what it is, how to run it, and on which versions of PyTorch it was tested.
+def docstring(title: str, purpose: str, commands: Sequence[str], tested_with: Sequence[str] | None) -> str:
+    """The script's docstring: what it is, the ``commands`` that start it, and where it was tested.
 
-    If ``backend`` is among the script's ``parameters``, the commands for GPUs name NCCL, so that a missing GPU is an
-    error. For the versions in ``tested_with`` there is one line, and if there are none a line that says so, which keeps
-    the numbers of the lines below. For None, in the script of a notebook that is no chapter, there is no such line.
-    ``stops`` says that a signal makes the script save: then one more command leaves it the time. ``own_commands`` are
-    lines of a notebook whose script needs other commands than most.
+    For the versions of PyTorch in ``tested_with`` there is one line, and if there are none a line that says so, which
+    keeps the numbers of the lines below. For None, in the script of a notebook that is no chapter, there is no such
+    line.
     """
     if not title.endswith((".", "?", "!")):
         title += "."
     what = textwrap.fill(f"{title} {purpose}".strip(), WIDTH - 4)  # The first line begins with the quotation marks.
-    lines = [what, ""]
-    if own_commands:
-        lines += own_commands
-    else:
-        lines += commands(as_argument(f"{name}.py"), takes_backend="backend" in parameters)
-    if stops and {"checkpoint_dir", "resume"} <= set(parameters):
-        lines += stopping_command(as_argument(f"{name}.py"), name)
+    lines = [what, "", *commands]
     if tested_with is not None:
         tested = "Not tested again since its last change."
         if tested_with:
@@ -197,8 +182,24 @@ def docstring(
     return literal
 
 
-def commands(file: str, takes_backend: bool) -> list[str]:
-    """The lines of the docstring that say how to start the script, for one machine and for two.
+def how_to_start(name: str, parameters: Sequence[str], own_commands: Sequence[str], stops: bool) -> list[str]:
+    """The lines of the docstring that say how to start the script NAME.py.
+
+    ``own_commands`` are lines of a notebook whose script needs other commands than most. If ``backend`` is among the
+    script's ``parameters``, the usual commands for GPUs name NCCL, so that a missing GPU is an error. ``stops`` says
+    that a signal makes the script save: then one more command leaves it the time.
+    """
+    file = as_argument(f"{name}.py")
+    lines = list(own_commands)
+    if not lines:
+        lines = usual_commands(file, takes_backend="backend" in parameters)
+    if stops and {"checkpoint_dir", "resume"} <= set(parameters):
+        lines += stopping_command(file, name)
+    return lines
+
+
+def usual_commands(file: str, takes_backend: bool) -> list[str]:
+    """How to start a script on one machine and on two.
 
     On two machines the number of GPUs is written down: ``gpu`` would start fewer ranks on a machine that has lost one.
     """
@@ -218,7 +219,7 @@ def commands(file: str, takes_backend: bool) -> list[str]:
 
 
 def stopping_command(file: str, name: str) -> list[str]:
-    """The lines of the docstring that say how to start a script that saves when a signal stops it."""
+    """How to start a script that saves when a signal stops it."""
     return [
         "By itself torchrun ends at SIGUSR1, and 30 seconds after SIGTERM it kills a rank",
         f"that still saves. With 300 seconds for the save (for Slurm: {name}.sbatch):",

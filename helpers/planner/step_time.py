@@ -1,6 +1,6 @@
 """Seconds of a training step, from counts of work and five constants that were fitted on 88 measured steps.
 
-The steps are vTrain's (Bang et al. 2024), of Megatron-LM on 64 to 512 A100 GPUs; experiments/vtrain.py fits the
+The steps are vTrain's (Bang et al. 2024), of Megatron-DeepSpeed on 64 to 512 A100 GPUs; experiments/vtrain.py fits the
 constants. Work is counted from the model and the layout, and the constants say which share of a data sheet's speed is
 reached. For other GPUs the data sheet is another one and the shares stay the same, apart from the factors of
 corrections.py, which were fitted on published steps of other programs. Such a prediction is an extrapolation, and its
@@ -156,7 +156,7 @@ class StepWork:
 def count_work(model: Model, layout: Layout, cluster: Cluster, conventions: Conventions) -> StepWork:
     """Count what a step computes, moves and sends, in seconds at the full speed of the data sheet.
 
-    The collectives of DDP and ZeRO follow the backward, as they did in Megatron-LM when it was measured, so their time
+    The collectives of DDP and ZeRO follow the backward, as they did in the measured Megatron-DeepSpeed, so their time
     is an upper bound. With the convention overlap = "backward" those of gradients run during the backward, as PyTorch's
     DDP reduces its buckets (Li et al. 2020, section 3.2.3).
     """
@@ -179,7 +179,7 @@ def count_work(model: Model, layout: Layout, cluster: Cluster, conventions: Conv
     loss_bytes = PER_LOGIT_BYTES * logits * layout.element_bytes / 2
 
     # A stage in the middle is counted, if there is one, because it both receives and sends. Recomputation includes a
-    # layer's last output (early_stop=False), because Megatron-LM, which was measured, computes it, too.
+    # layer's last output (early_stop=False), because the measured Megatron-DeepSpeed computes it, too.
     counted_stage = 0
     if layout.pp > 2:
         counted_stage = 1

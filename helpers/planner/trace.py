@@ -71,7 +71,7 @@ def trace(model: Model, layout: Layout) -> Trace:
     """Let PyTorch shard a model, and count the parameters that the first and the last rank of pipeline stages hold.
 
     The layout must be one of fully_shard or HSDP (zero = 3), with or without tensor parallelism and stages. Raises
-    PlanError for any other. The ranks are pretended in a process of their own, so that the caller's process group stays
+    PlanError for any other. The ranks are simulated in a process of their own, so that the caller's process group stays
     as it is.
     """
     layout.check(model)
@@ -114,7 +114,7 @@ def count_as_each(model: Model, layout: Layout, traced: Iterable[TracedRank]) ->
     """Pretend in this process to be each of these ranks in turn, and count the parameters that it holds.
 
     A process group of the backend "fake" takes any rank and any world size, and its collectives return at once, so no
-    other process is needed. This process must have a process group, which a pretended one replaces for each rank.
+    other process is needed. This process must have a process group, which a simulated one replaces for each rank.
     """
     ranks = []
     for member in traced:

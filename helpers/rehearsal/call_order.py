@@ -138,7 +138,7 @@ def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return ORIGINAL_WAIT(self, *args, **kwargs)
     except RuntimeError as error:
-        if self not in GROUPS:  # a call that was not made on a pretended GPU
+        if self not in GROUPS:  # a call that was not made on a simulated GPU
             raise
         raise GROUPS[self].explain(error) from None
 
@@ -146,10 +146,10 @@ def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
 def get_future(self: Any) -> Any:
     """In the place of ``work.get_future()``: a Future of the call's outputs. ``self`` is the Work, the call's handle.
 
-    gloo has none for a reduce_scatter. So for each call on a pretended GPU this waits until the call has ended, and
+    gloo has none for a reduce_scatter. So for each call on a simulated GPU this waits until the call has ended, and
     returns a Future that has its result already.
     """
-    if self not in OUTPUTS:  # a call that was not made on a pretended GPU
+    if self not in OUTPUTS:  # a call that was not made on a simulated GPU
         return ORIGINAL_FUTURE(self)
     wait(self)
     future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()

@@ -1,4 +1,4 @@
-"""``python -m helpers rehearse``: run a script on several ranks of this machine, each with a pretended GPU."""
+"""``python -m helpers rehearse``: run a script on several ranks of this machine, each with a simulated GPU."""
 
 import argparse
 import os
@@ -30,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-m", "--module", action="store_true", help="CHAPTER is a module, as in python -m package.train"
     )
     parser.add_argument(
-        "--gpus", type=positive_int, default=2, metavar="N", help="pretended GPUs of a node (default: 2)"
+        "--gpus", type=positive_int, default=2, metavar="N", help="simulated GPUs of a node (default: 2)"
     )
-    parser.add_argument("--nodes", type=positive_int, default=1, metavar="N", help="pretended nodes (default: 1)")
+    parser.add_argument("--nodes", type=positive_int, default=1, metavar="N", help="simulated nodes (default: 1)")
     parser.add_argument(
         "--timeout", type=positive_seconds, default=120, metavar="S", help="seconds to run (default: 120)"
     )

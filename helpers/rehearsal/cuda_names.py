@@ -8,7 +8,7 @@ test fails for each public name of the installed torch.cuda that is in none of t
 from typing import Any
 
 # `gpus` and `placement` have functions and classes of their own in the place of these.
-PRETENDED = frozenset(
+SIMULATED = frozenset(
     """
     Stream ExternalStream Event get_stream_from_external current_stream default_stream set_stream synchronize
     device_count is_initialized init get_device_properties default_generators cudart check_error nccl.version
@@ -18,7 +18,7 @@ PRETENDED = frozenset(
     """.split()
 )
 
-# torch's own functions and classes stay, because they ask only what is pretended, or ask no GPU.
+# torch's own functions and classes stay, because they ask only what is simulated, or ask no GPU.
 UNCHANGED = frozenset(
     """
     stream StreamContext current_device set_device device device_of
@@ -53,7 +53,7 @@ NOTHING: dict[str, Any] = {
     "current_blas_handle": 0,
     "current_solver_handle": 0,
     "_sleep": None,
-    # Memory: a pretended GPU's is the host's, which nobody counts.
+    # Memory: a simulated GPU's is the host's, which nobody counts.
     "empty_cache": None,
     "ipc_collect": None,
     "get_allocator_backend": "native",
@@ -70,7 +70,7 @@ NOTHING: dict[str, Any] = {
     "memory._snapshot": {"segments": [], "device_traces": []},
     "memory._record_memory_history": None,
     "memory._set_allocator_settings": None,
-    # A pretended GPU draws the CPU's random numbers, so that results compare with gloo's.
+    # A simulated GPU draws the CPU's random numbers, so that results compare with gloo's.
     "seed": None,
     "seed_all": None,
     # What nvidia-smi shows.
@@ -117,14 +117,14 @@ NOTHING: dict[str, Any] = {
 }
 
 NO_GRAPHS = "a rehearsal has no CUDA graphs: rehearse without them"
-NO_ADDRESSES = "a pretended GPU has no memory of its own: rehearse without this allocator"
-NO_SOURCE = "a pretended GPU runs no CUDA source: rehearse with a function of PyTorch in its place"
+NO_ADDRESSES = "a simulated GPU has no memory of its own: rehearse without this allocator"
+NO_SOURCE = "a simulated GPU runs no CUDA source: rehearse with a function of PyTorch in its place"
 ONE_PROCESS = "it moves tensors among the GPUs of one process: give each rank its own GPU, and use torch.distributed"
-NO_PARTS = "a pretended GPU cannot be divided: rehearse without green contexts"
-NO_STORAGE = "a pretended GPU has no storages: make a tensor"
-NO_SPARSE_TYPES = "a pretended GPU has no sparse types: use torch.sparse_coo_tensor"
-NO_TUNING = "a pretended GPU's matrix products cannot be timed: rehearse without tuning"
-NO_FILES = "a pretended GPU reads no files by itself: rehearse with torch.load and torch.save"
+NO_PARTS = "a simulated GPU cannot be divided: rehearse without green contexts"
+NO_STORAGE = "a simulated GPU has no storages: make a tensor"
+NO_SPARSE_TYPES = "a simulated GPU has no sparse types: use torch.sparse_coo_tensor"
+NO_TUNING = "a simulated GPU's matrix products cannot be timed: rehearse without tuning"
+NO_FILES = "a simulated GPU reads no files by itself: rehearse with torch.load and torch.save"
 
 # {name: reason} of what stops the script, with the reason as the rehearsal's last line.
 REFUSED: dict[str, str] = {

@@ -1,4 +1,4 @@
-"""This node's pretended GPUs, what a device argument means, and which memory of the host is pinned.
+"""This node's simulated GPUs, what a device argument means, and which memory of the host is pinned.
 
 Also ``replace``, with which the other modules put their functions in torch's place, and ``gpu_error``, with which they
 raise what a real GPU or NCCL would raise.
@@ -19,12 +19,12 @@ BAD_FORK = (
 
 
 class Node:
-    """What this process, which is one rank, knows of the node's pretended GPUs. It is kept on the class itself.
+    """What this process, which is one rank, knows of the node's simulated GPUs. It is kept on the class itself.
 
     CUDA keeps the same for a process: how many GPUs there are, which one is current, and whether one was used.
     """
 
-    gpus = 1  # how many GPUs this node pretends to have
+    gpus = 1  # how many simulated GPUs this node has
     current = 0  # the number of the GPU that torch.cuda.set_device has chosen
     initialized = False  # whether a GPU was used. Until then, a device mesh of torch sets the current GPU.
     in_bad_fork = False  # whether this process was forked from one that had used a GPU: CUDA does not work here
@@ -45,10 +45,10 @@ class StandIn(type(ORIGINAL_GENERATOR)):  # type: ignore[misc]
     """
 
     original: Any
-    pretended: Any = ()  # a class whose instances count as the original's, if there is one
+    simulated: Any = ()  # a class whose instances count as the original's, if there is one
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, (cls.original, cls.pretended))
+        return isinstance(instance, (cls.original, cls.simulated))
 
     def __eq__(cls, other: Any) -> bool:
         return other is cls or other is cls.original
@@ -89,7 +89,7 @@ class device(metaclass=StandIn):
 
 
 class Generator(ORIGINAL_GENERATOR, metaclass=StandIn):
-    """torch.Generator, which may also be on a pretended GPU. There it draws the CPU's random numbers."""
+    """torch.Generator, which may also be on a simulated GPU. There it draws the CPU's random numbers."""
 
     original = ORIGINAL_GENERATOR
     # {address in C++: the generator} of those on a GPU. ``check_generator`` looks an address up, because torch's C++
@@ -99,17 +99,17 @@ class Generator(ORIGINAL_GENERATOR, metaclass=StandIn):
     def __new__(cls, device: Device = "cpu") -> "Generator":
         """Make a generator of the CPU, which says that it is on ``device``."""
         generator = super().__new__(cls, device="cpu")
-        generator.pretended_device = torch.device("cpu")
+        generator.simulated_device = torch.device("cpu")
         if is_gpu(device):
-            generator.pretended_device = torch.device("cuda", gpu_of(device))
+            generator.simulated_device = torch.device("cuda", gpu_of(device))
             cls.on_gpus[generator._cdata] = generator  # this keeps it alive, so that no other gets its address
         return generator
 
-    device: Any = property(lambda self: self.pretended_device)
+    device: Any = property(lambda self: self.simulated_device)
 
 
 def patch() -> None:
-    """Let torch accept a GPU's number as a device, and make generators of random numbers on pretended GPUs."""
+    """Let torch accept a GPU's number as a device, and make generators of random numbers on simulated GPUs."""
     replace(torch, device=device, Generator=Generator)
     # Module.to, and Tensor.to in ``placement``, read their arguments with this function.
     replace(torch._C._nn, _parse_to=accept_number(torch._C._nn._parse_to))
@@ -166,12 +166,12 @@ def is_pinned(tensor: torch.Tensor) -> bool:
     """Whether ``mark_pinned`` has marked a CPU tensor's memory, through this tensor or through another view of it."""
     if tensor.layout != torch.strided:
         return False  # a sparse tensor has no storage that could be marked
-    return getattr(tensor.untyped_storage(), "pretended_pinned", False)  # a storage without a mark lacks the attribute
+    return getattr(tensor.untyped_storage(), "simulated_pinned", False)  # a storage without a mark lacks the attribute
 
 
 def mark_pinned(tensor: torch.Tensor) -> torch.Tensor:
     """The CPU tensor itself, which from now on counts as pinned; nothing is really pinned."""
-    tensor.untyped_storage().pretended_pinned = True  # type: ignore[attr-defined]
+    tensor.untyped_storage().simulated_pinned = True  # type: ignore[attr-defined]
     return tensor
 
 

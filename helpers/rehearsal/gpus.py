@@ -1,7 +1,7 @@
-"""torch.cuda for pretended GPUs: their number and names, streams and events, memory, random numbers, autocast.
+"""torch.cuda for simulated GPUs: their number and names, streams and events, memory, random numbers, autocast.
 
 ``cuda_names`` says what becomes of each name of torch.cuda. Here are the functions and classes in the place of those
-that are pretended.
+that are simulated.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ from helpers.counts import COUNTS, WAIT
 from helpers.rehearsal.cuda_names import NOTHING, REFUSED
 from helpers.rehearsal.devices import Generator, Node, StandIn, gpu_error, gpu_of, is_gpu, refusing, replace
 
-MEMORY = 80 << 30  # bytes of each pretended GPU
-PRETENDED_NCCL = (2, 29, 7)  # NCCL's version, if PyTorch was built without it
+MEMORY = 80 << 30  # bytes of each simulated GPU
+SIMULATED_NCCL = (2, 29, 7)  # NCCL's version, if PyTorch was built without it
 CUDNN_VERSION = 91900  # cuDNN's version, if PyTorch was built without it
 MEMORY_UNITS = (
     "allocation segment active inactive_split allocated_bytes reserved_bytes active_bytes inactive_split_bytes "
@@ -48,7 +48,7 @@ def returning(value: Any) -> Callable[..., Any]:
 
 
 class Stream:
-    """torch.cuda.Stream for a pretended GPU. It has no work to order: every operation runs when it is called."""
+    """torch.cuda.Stream for a simulated GPU. It has no work to order: every operation runs when it is called."""
 
     query = returning(True)  # all its work is done
     is_capturing = returning(False)
@@ -97,11 +97,11 @@ class ExternalStream(Stream):
 
 
 class Event:
-    """torch.cuda.Event for a pretended GPU. It records the time of the host's clock."""
+    """torch.cuda.Event for a simulated GPU. It records the time of the host's clock."""
 
     query = returning(True)  # what was called before it is done
     wait = returning(None)
-    ipc_handle = refusing("a pretended GPU's event cannot be sent to another process: rehearse without it")
+    ipc_handle = refusing("a simulated GPU's event cannot be sent to another process: rehearse without it")
 
     def __init__(self, enable_timing: bool = False, *args: Any, **kwargs: Any) -> None:
         self.enable_timing = enable_timing
@@ -123,10 +123,10 @@ class Event:
 
 
 class AnyStream(metaclass=StandIn):
-    """In the place of torch.Stream. ``isinstance(stream, torch.Stream)`` is true for a pretended stream, too."""
+    """In the place of torch.Stream. ``isinstance(stream, torch.Stream)`` is true for a simulated stream, too."""
 
     original = torch.Stream
-    pretended = Stream
+    simulated = Stream
     __module__ = "torch"
 
     def __new__(cls, device: Device = "cuda", **kwargs: Any) -> Any:
@@ -136,10 +136,10 @@ class AnyStream(metaclass=StandIn):
 
 
 class AnyEvent(metaclass=StandIn):
-    """In the place of torch.Event. ``isinstance(event, torch.Event)`` is true for a pretended event, too."""
+    """In the place of torch.Event. ``isinstance(event, torch.Event)`` is true for a simulated event, too."""
 
     original = torch.Event
-    pretended = Event
+    simulated = Event
     __module__ = "torch"
 
     def __new__(cls, device: Device = "cuda", **kwargs: Any) -> Any:
@@ -149,7 +149,7 @@ class AnyEvent(metaclass=StandIn):
 
 
 class MemPool:
-    """A pool of a GPU's memory. A pretended GPU takes all its memory from the host, so the pool stays empty."""
+    """A pool of a GPU's memory. A simulated GPU takes all its memory from the host, so the pool stays empty."""
 
     use_count = returning(1)
     snapshot = returning([])
@@ -173,11 +173,11 @@ def exchange(index: int) -> int:
 
 @dataclass(frozen=True)
 class Properties:
-    """What torch.cuda.get_device_properties returns for a pretended GPU: the numbers of an H100."""
+    """What torch.cuda.get_device_properties returns for a simulated GPU: the numbers of an H100."""
 
     pci_bus_id: int
     uuid: str
-    name: str = "pretended GPU"
+    name: str = "simulated GPU"
     major: int = 9
     minor: int = 0
     multi_processor_count: int = 132
@@ -313,9 +313,9 @@ def patch() -> None:
     patch_accelerator()
     # PyTorch's build for CUDA knows its versions of NCCL, CUDA and cuDNN, and keeps them.
     if not torch.distributed.is_nccl_available():
-        replace(torch.cuda.nccl, version=lambda: PRETENDED_NCCL)
+        replace(torch.cuda.nccl, version=lambda: SIMULATED_NCCL)
     if not torch.version.cuda:
-        replace(torch.version, cuda="pretended")
+        replace(torch.version, cuda="simulated")
     replace(torch.backends.cuda, is_built=returning(True), preferred_linalg_library=returning(None))
     if not torch.backends.cudnn.is_available():
         replace(torch.backends.cudnn, version=returning(CUDNN_VERSION))
@@ -393,7 +393,7 @@ def patch_torch_cuda() -> None:
         "MemPool": MemPool,
         "use_mem_pool": contextlib.nullcontext,
         "caching_allocator_disabled": contextlib.nullcontext,
-        # A pretended GPU draws the CPU's random numbers, so that results compare with gloo's. Only DTensors draw by the
+        # A simulated GPU draws the CPU's random numbers, so that results compare with gloo's. Only DTensors draw by the
         # seed and the state of the GPU's generator, which these functions set and return.
         "initial_seed": torch.initial_seed,
         "manual_seed": manual_seed,

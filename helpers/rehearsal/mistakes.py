@@ -1,6 +1,6 @@
 """Mistakes that raise no error: an observer in each rank notes what the script does, and the command compares notes.
 
-``helpers.training_check`` has the observer and the comparison. This module lets it read pretended tensors, and carries
+``helpers.training_check`` has the observer and the comparison. This module lets it read simulated tensors, and carries
 each rank's notes to the command in a file.
 """
 

@@ -1,4 +1,4 @@
-"""NCCL for pretended GPUs: gloo does the work, and calls that NCCL or torch would refuse raise the same errors.
+"""NCCL for simulated GPUs: gloo does the work, and calls that NCCL or torch would refuse raise the same errors.
 
 The class stands where torch expects ProcessGroupNCCL. So everything above it, groups, meshes and DDP, is torch's own.
 NCCL counts elements where gloo compares shapes.
@@ -48,11 +48,11 @@ class Options:
 
     is_high_priority_stream: bool = False
     _timeout: timedelta = timedelta(minutes=10)
-    split_from: "PretendedNCCL | None" = None
+    split_from: "SimulatedNCCL | None" = None
     config: Any = field(default_factory=SimpleNamespace)
 
 
-class PretendedNCCL(GLOO, CallOrder):
+class SimulatedNCCL(GLOO, CallOrder):
     """A ProcessGroupNCCL on gloo. It is as strict as NCCL about duplicate GPUs, splits and devices.
 
     NCCL makes a communicator for a group, on one GPU of each rank, at the group's first collective or when the group is
@@ -60,7 +60,7 @@ class PretendedNCCL(GLOO, CallOrder):
     """
 
     Options: Any = Options
-    instances: list["PretendedNCCL"] = []  # kept here, because torch keeps only the C++ half of a group alive
+    instances: list["SimulatedNCCL"] = []  # kept here, because torch keeps only the C++ half of a group alive
     default_groups_started = 0  # by this process
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
@@ -73,7 +73,7 @@ class PretendedNCCL(GLOO, CallOrder):
         self.instances.append(self)
         self.rank_in_group = rank
         self.group_size = size
-        self.pretended_options = options
+        self.simulated_options = options
         self.gpu: int | None = None  # this rank's GPU in the communicator, once that is made
         self.calls = 0  # how many collectives this rank has called, for ``CallOrder``
         self.splits = 0  # how often this group was split
@@ -83,8 +83,8 @@ class PretendedNCCL(GLOO, CallOrder):
         # default group, which is always the first, there is no default group yet.
         is_default_group = c10d._world.default_pg is None
         if is_default_group:
-            PretendedNCCL.default_groups_started += 1
-        self.store = dist.PrefixStore(f"start{PretendedNCCL.default_groups_started}", store)
+            SimulatedNCCL.default_groups_started += 1
+        self.store = dist.PrefixStore(f"start{SimulatedNCCL.default_groups_started}", store)
 
     supports_splitting: Any = property(lambda self: True)
     supports_coalescing: Any = property(lambda self: False)
@@ -94,7 +94,7 @@ class PretendedNCCL(GLOO, CallOrder):
 
         If the group is split off a parent, NCCL makes it by a split, which waits for all ranks of the parent.
         """
-        parent = self.pretended_options.split_from
+        parent = self.simulated_options.split_from
         if parent:
             parent.perform_nocolor_split(device)
         self.connect(device.index)
@@ -110,7 +110,7 @@ class PretendedNCCL(GLOO, CallOrder):
             key=f"split/{self.splits}",
             value="called",
             duty="call new_group, which splits the group that all ranks are in",  # what an error says of a missing rank
-            timeout=self.pretended_options._timeout,
+            timeout=self.simulated_options._timeout,
         )
 
     def connect(self, gpu: int) -> None:
@@ -128,7 +128,7 @@ class PretendedNCCL(GLOO, CallOrder):
             key="gpu",
             value=own_gpu,
             duty="come to this communicator's first use",  # what an error says that a missing rank did not do
-            timeout=self.pretended_options._timeout,
+            timeout=self.simulated_options._timeout,
         )
         ranks_on_this_gpu = [rank for rank, gpu_of_rank in enumerate(gpu_of_each_rank) if gpu_of_rank == own_gpu]
         if len(ranks_on_this_gpu) > 1:
@@ -150,16 +150,16 @@ def backends_of(group: Any) -> Any:
 
 
 def nccl_of(group: Any) -> Any:
-    """The group's pretended NCCL, or None for a group without one, such as a group of gloo or one that has ended."""
+    """The group's simulated NCCL, or None for a group without one, such as a group of gloo or one that has ended."""
     if group not in c10d._world.pg_map or backends_of(group).get("cuda") != "nccl":
         return None
     return group._get_backend(torch.device("cuda"))
 
 
-def check_tensors(group: Any, nccl: PretendedNCCL, name: str, tensors: list[torch.Tensor]) -> None:
+def check_tensors(group: Any, nccl: SimulatedNCCL, name: str, tensors: list[torch.Tensor]) -> None:
     """Raise what NCCL would raise for the tensors of a call, and make the communicator at the first collective.
 
-    ``name`` is the called method of ProcessGroup, such as "allreduce". ``nccl`` is the group's pretended NCCL.
+    ``name`` is the called method of ProcessGroup, such as "allreduce". ``nccl`` is the group's simulated NCCL.
     """
     for tensor in tensors:
         gpu = index_of(tensor)
@@ -243,7 +243,7 @@ def call_checked(original: Callable[..., Any], name: str, group: Any, args: Any,
     """Carry out a script's call of a method of ProcessGroup: check it, count it, and let gloo do it. Returns its Work.
 
     ``original`` is torch's method ``name``, such as "allreduce"; ``args`` and ``kwargs`` are the call's arguments.
-    Pretended tensors among them hold CPU tensors, and gloo gets these.
+    Simulated tensors among them hold CPU tensors, and gloo gets these.
 
     Only a call on a group of NCCL with tensors on a GPU is NCCL's. gloo would do any other on a cluster as well, so
     that one is counted as gloo's.
@@ -269,11 +269,11 @@ def call_checked(original: Callable[..., Any], name: str, group: Any, args: Any,
     return nccl.remember(work, tensors_in(first_argument))
 
 
-def perform(original: Callable[..., Any], name: str, group: Any, nccl: PretendedNCCL, args: Any, kwargs: Any) -> Any:
+def perform(original: Callable[..., Any], name: str, group: Any, nccl: SimulatedNCCL, args: Any, kwargs: Any) -> Any:
     """Let gloo do a collective that a script has called on NCCL, and return its Work.
 
     ``original`` is torch's method ``name`` of ProcessGroup, such as "allreduce"; ``args`` and ``kwargs`` are the call's
-    arguments. Pretended tensors among them hold CPU tensors, and gloo gets these.
+    arguments. Simulated tensors among them hold CPU tensors, and gloo gets these.
 
     NCCL only counts elements, where gloo compares shapes. So gloo gets flat tensors, unless torch itself compares the
     shapes, or divides the tensor by its rows.
@@ -296,7 +296,7 @@ def perform(original: Callable[..., Any], name: str, group: Any, nccl: Pretended
     return original(group, *args, **kwargs)
 
 
-def all_gather_of_different_sizes(nccl: PretendedNCCL, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
+def all_gather_of_different_sizes(nccl: SimulatedNCCL, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
     """An all_gather as an all_to_all in which each rank sends the same tensor, its only input, to all ranks."""
     [own_input] = inputs
     same_for_each_rank = [own_input] * nccl.group_size
@@ -325,7 +325,7 @@ def flattened(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_strided(size=(tensor.numel(),), stride=(1,))
 
 
-def all_to_all_of_lists(nccl: PretendedNCCL, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
+def all_to_all_of_lists(nccl: SimulatedNCCL, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
     """Send the k-th input to rank k, receive the k-th output from it, and return the Work. Their sizes may differ.
 
     gloo has an all_to_all for one tensor alone, which takes the number of elements for each rank. So the inputs go in
@@ -364,7 +364,7 @@ def barrier(self: Any, opts: Any = None, **kwargs: Any) -> Any:
     return nccl.remember(work)
 
 
-def gpu_of_barrier(group: Any, nccl: PretendedNCCL, device: Any) -> int:
+def gpu_of_barrier(group: Any, nccl: SimulatedNCCL, device: Any) -> int:
     """The number of the GPU on which NCCL makes a barrier, which has no tensor that would say it.
 
     It is the one that the call's ``device`` names, or else the communicator's, or else the one that NCCL guesses from
@@ -417,10 +417,10 @@ def group_among(args: Sequence[Any]) -> Any:
 
 
 def patch() -> None:
-    """Put the pretended NCCL in the place of torch's, and let all calls of process groups go through the checks."""
+    """Put the simulated NCCL in the place of torch's, and let all calls of process groups go through the checks."""
     # torch now finds itself built with NCCL, whose class of groups is this one, and whose timeout is 10 minutes.
-    replace(c10d, ProcessGroupNCCL=PretendedNCCL, _NCCL_AVAILABLE=True, default_pg_nccl_timeout=timedelta(minutes=10))
-    replace(dist, ProcessGroupNCCL=PretendedNCCL)
+    replace(c10d, ProcessGroupNCCL=SimulatedNCCL, _NCCL_AVAILABLE=True, default_pg_nccl_timeout=timedelta(minutes=10))
+    replace(dist, ProcessGroupNCCL=SimulatedNCCL)
     # Without this, "nccl" builds ProcessGroupNCCL2 from torch 2.15 on, which torch calls in another way.
     os.environ["TORCH_DIST_USE_NCCL2"] = "0"
 
@@ -452,15 +452,15 @@ def device_types(group: Any) -> list[torch.device]:
 def new_process_group(*args: Any, **kwargs: Any) -> Any:
     """In the place of torch's function that makes a process group: a group of NCCL alone gets NCCL for the CPU, too.
 
-    torch's C++ looks for the backend of a tensor's device, and takes a pretended tensor for one on the CPU. The
+    torch's C++ looks for the backend of a tensor's device, and takes a simulated tensor for one on the CPU. The
     arguments are those of torch's function, and so is what this returns: the group first.
     """
     group, *other_results = ORIGINAL_HELPER(*args, **kwargs)
     is_member = isinstance(group, dist.ProcessGroup)  # A rank outside of the group gets a number as a placeholder.
     if is_member:
-        pretended_nccl = nccl_of(group)
-        if pretended_nccl and "cpu" not in backends_of(group):
-            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.NCCL, pretended_nccl)
+        simulated_nccl = nccl_of(group)
+        if simulated_nccl and "cpu" not in backends_of(group):
+            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.NCCL, simulated_nccl)
     return group, *other_results
 
 

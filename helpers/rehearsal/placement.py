@@ -1,6 +1,6 @@
-"""How tensors get to pretended GPUs and back: ``.to`` and its like, functions such as torch.zeros, and torch.load.
+"""How tensors get to simulated GPUs and back: ``.to`` and its like, functions such as torch.zeros, and torch.load.
 
-A tensor on a pretended GPU is a ``CudaTensor``: a wrapper that says it is on cuda:k, around a CPU tensor with the
+A tensor on a simulated GPU is a ``CudaTensor``: a wrapper that says it is on cuda:k, around a CPU tensor with the
 values. So a copy to a GPU is a copy on the CPU, with such a wrapper around it.
 """
 
@@ -39,7 +39,7 @@ aten = torch.ops.aten
 # The operators with which torch's C++ makes tensors.
 FACTORIES = (aten.empty.memory_format, aten.empty_strided.default, aten.tril_indices.default, aten.triu_indices.default)
 LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like")
-TENSOR_TYPES = [name for name in cuda_names.PRETENDED if name.endswith("Tensor")]
+TENSOR_TYPES = [name for name in cuda_names.SIMULATED if name.endswith("Tensor")]
 NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
 
 flex: Any = sys.modules["torch._higher_order_ops.flex_attention"]  # its package has a function of this name
@@ -61,13 +61,13 @@ def patch() -> None:
     replace(torch.Tensor, data=property(ORIGINAL_DATA.__get__, set_data))
     replace(torch.nn.functional, one_hot=one_hot, scaled_dot_product_attention=scaled_dot_product_attention)
     replace(torch, load=load, compile=leave_eager, _has_compatible_shallow_copy_type=may_share_data)
-    # torch would trace or compile flex_attention. Pretended tensors get its uncompiled version, sdpa_dense.
+    # torch would trace or compile flex_attention. Simulated tensors get its uncompiled version, sdpa_dense.
     flex.flex_attention.py_impl(CudaTensor)(flex.sdpa_dense)
     flex.flex_attention.py_kernels[torch._C.DispatchKey.Autograd] = flex_attention
 
 
 def patch_factories() -> None:
-    """Let functions that make tensors, such as torch.zeros and Tensor.new_ones, make them on pretended GPUs, too.
+    """Let functions that make tensors, such as torch.zeros and Tensor.new_ones, make them on simulated GPUs, too.
 
     If torch's C++ makes a tensor, it calls one of the kernels that are registered here as kernels for CUDA. If a script
     calls a Python function, it calls the wrapper that ``on_any_device`` makes.
@@ -94,7 +94,7 @@ def patch_factories() -> None:
 
 
 def patch_tensor_types() -> None:
-    """Replace torch.cuda.FloatTensor and its like by classes that make and recognize tensors on pretended GPUs."""
+    """Replace torch.cuda.FloatTensor and its like by classes that make and recognize tensors on simulated GPUs."""
     for name in TENSOR_TYPES:
         body = {"dtype": dtype_of(name), "__module__": "torch.cuda"}
         replace(torch.cuda, **{name: TensorType(name, (), body)})
@@ -102,7 +102,7 @@ def patch_tensor_types() -> None:
 
 
 def kernel(operator: Any) -> Callable[..., torch.Tensor]:
-    """A CUDA kernel for an operator that makes a tensor. It makes the tensor on the CPU, in a pretended tensor."""
+    """A CUDA kernel for an operator that makes a tensor. It makes the tensor on the CPU, in a simulated tensor."""
 
     def make(*args: Any, device: Device = None, pin_memory: bool | None = None, **kwargs: Any) -> torch.Tensor:
         # ``pin_memory`` is left out, because only memory of the host can be pinned.
@@ -138,7 +138,7 @@ def on_any_device(factory: Any) -> Callable[..., torch.Tensor]:
     """Wrap a function or method of torch that makes a tensor, such as torch.zeros or Tensor.new_ones.
 
     The wrapper finds the GPU that is meant, lets torch make the tensor there, and marks its memory as pinned if that is
-    asked for. By itself torch would know of no pretended GPU where the call does not name one.
+    asked for. By itself torch would know of no simulated GPU where the call does not name one.
     """
     name = factory.__name__
 
@@ -157,7 +157,7 @@ def on_any_device(factory: Any) -> Callable[..., torch.Tensor]:
         if is_gpu(device):
             device = torch.device("cuda", gpu_of(device))
         elif device is not None:
-            # For torch's C++ a pretended tensor is on the CPU already, so it would not be copied there.
+            # For torch's C++ a simulated tensor is on the CPU already, so it would not be copied there.
             args = unwrap(args)
         tensor = factory(*args, device=device, **kwargs)
         if pin_memory:
@@ -172,7 +172,7 @@ def on_any_device(factory: Any) -> Callable[..., torch.Tensor]:
 
 
 def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """torch's one_hot. Its C++ would allocate the result on the CPU, where the values of a pretended tensor are."""
+    """torch's one_hot. Its C++ would allocate the result on the CPU, where the values of a simulated tensor are."""
     if not isinstance(tensor, CudaTensor):
         return ORIGINAL_ONE_HOT(tensor, num_classes)
     if num_classes < 0:  # Then the largest class says how many there are. The host has to wait for it, as with torch.
@@ -190,10 +190,10 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """torch's function of this name, for causal attention with dropout on a pretended GPU, too.
+    """torch's function of this name, for causal attention with dropout on a simulated GPU, too.
 
     The CPU has no fused attention with dropout. torch's C++ then makes the causal mask itself, and makes it on the
-    CPU, where it does not fit the pretended tensors. So the mask is made here, on the device of the query.
+    CPU, where it does not fit the simulated tensors. So the mask is made here, on the device of the query.
     """
     makes_mask = is_causal and dropout_p > 0 and attn_mask is None
     if makes_mask and isinstance(query, CudaTensor):
@@ -204,7 +204,7 @@ def scaled_dot_product_attention(
 
 
 def flex_attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """What torch calls for flex_attention under autograd. It would trace the call, which a pretended tensor forbids.
+    """What torch calls for flex_attention under autograd. It would trace the call, which a simulated tensor forbids.
 
     sdpa_dense computes the same without a trace, and autograd differentiates each of its operators.
     """
@@ -214,9 +214,9 @@ def flex_attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def set_data(self: torch.Tensor, values: torch.Tensor) -> None:
-    """``tensor.data = values``, also where one of the two is on a pretended GPU and the other on the CPU.
+    """``tensor.data = values``, also where one of the two is on a simulated GPU and the other on the CPU.
 
-    Module.to moves a parameter like this. A tensor on a pretended GPU is of another class, a wrapper: ``set_values``
+    Module.to moves a parameter like this. A tensor on a simulated GPU is of another class, a wrapper: ``set_values``
     changes the class of ``self`` where this is needed.
     """
     values_are_wrapper = isinstance(values, CudaTensor)
@@ -237,7 +237,7 @@ def set_data(self: torch.Tensor, values: torch.Tensor) -> None:
 def may_share_data(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether Module.to may keep a parameter as it moves, and only set its ``data``. torch asks this of C++.
 
-    From the meta device to a GPU torch makes a new parameter, which unties tied weights. But its C++ takes a pretended
+    From the meta device to a GPU torch makes a new parameter, which unties tied weights. But its C++ takes a simulated
     tensor for one of the CPU, and then answers that the two can share data. So this is decided here.
     """
     if tensor.is_meta != other.is_meta:
@@ -301,20 +301,20 @@ def move(tensor: torch.Tensor, device: Device, non_blocking: bool = False) -> to
 
 
 def to(self: torch.Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> torch.Tensor:
-    """Tensor.to on pretended GPUs. Returns the tensor itself if nothing changes, as torch does, or else a new one.
+    """Tensor.to on simulated GPUs. Returns the tensor itself if nothing changes, as torch does, or else a new one.
 
     It may be called in three forms: to(device, dtype, non_blocking, copy), to(dtype, non_blocking, copy) and
     to(other_tensor, non_blocking, copy). Each argument may also be left out, or be given by its name.
     """
     wanted = parse_to(args, copy, kwargs)
-    # First the move between the host and a pretended GPU. What changes on one device is left to torch's own function.
+    # First the move between the host and a simulated GPU. What changes on one device is left to torch's own function.
     moved = self
     other_changes: dict[str, Any] = {}
     if wanted.device is not None:
         if wanted.device.type in ("cpu", "cuda"):
             moved = move(self, wanted.device, wanted.non_blocking)
         else:
-            other_changes["device"] = wanted.device  # such as meta, which is not pretended
+            other_changes["device"] = wanted.device  # such as meta, which is not simulated
     if wanted.dtype is not None:
         other_changes["dtype"] = wanted.dtype
     if wanted.memory_format is not None:
@@ -385,7 +385,7 @@ def type_(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **k
 
 
 def name_of_type(tensor: torch.Tensor) -> str:
-    """The name of a tensor's type, such as "torch.FloatTensor", or "torch.cuda.FloatTensor" on a pretended GPU."""
+    """The name of a tensor's type, such as "torch.FloatTensor", or "torch.cuda.FloatTensor" on a simulated GPU."""
     name = ORIGINAL_TYPE(cpu_tensor(tensor))
     if index_of(tensor) is None:
         return name
@@ -408,7 +408,7 @@ def dtype_of(name: str) -> torch.dtype:
 class TensorType(type):
     """The class of torch.cuda.FloatTensor and its like: old names for a dtype on GPUs, which are classes themselves.
 
-    torch.cuda.FloatTensor([1.0]) makes a tensor on a pretended GPU, and isinstance asks where a tensor is.
+    torch.cuda.FloatTensor([1.0]) makes a tensor on a simulated GPU, and isinstance asks where a tensor is.
     """
 
     dtype: torch.dtype
@@ -444,7 +444,7 @@ def cpu(self: torch.Tensor, memory_format: Any = None) -> torch.Tensor:
 
 
 def cuda(self: torch.Tensor, device: Device = None, non_blocking: bool = False, **kwargs: Any) -> torch.Tensor:
-    """Tensor.cuda: the tensor on a pretended GPU, the current one if none is named."""
+    """Tensor.cuda: the tensor on a simulated GPU, the current one if none is named."""
     if device is None:
         device = "cuda"
     return to(self, device, non_blocking=non_blocking)
@@ -462,9 +462,9 @@ def pin_memory(self: torch.Tensor, device: Device = None) -> torch.Tensor:
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
     """In the place of torch.load: a tensor that was saved on GPU k comes back there, or to ``map_location``.
 
-    ``f`` is the file. torch.save writes for a pretended tensor the CPU tensor that holds its values, the number of its
+    ``f`` is the file. torch.save writes for a simulated tensor the CPU tensor that holds its values, the number of its
     GPU, and a call of ``tensor.rebuild``. Here torch reads the CPU tensor and calls ``rebuild``, which puts it on a
-    pretended GPU again. The call has only arguments from the file. So ``rebuild`` finds the device that the script asks
+    simulated GPU again. The call has only arguments from the file. So ``rebuild`` finds the device that the script asks
     for in MAP_LOCATIONS, whose last item is that of the torch.load which runs now.
     """
     device = device_to_load_to(map_location)
@@ -486,7 +486,7 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 
 
 def device_to_load_to(map_location: Any) -> Device:
-    """The device to which a torch.load with this ``map_location`` brings all pretended tensors of a file.
+    """The device to which a torch.load with this ``map_location`` brings all simulated tensors of a file.
 
     - A device is meant for all tensors. None leaves each on the device that it had.
     - Of a dict such as {"cuda:0": "cuda:1"} only the first value counts here.
@@ -501,7 +501,7 @@ def device_to_load_to(map_location: Any) -> Device:
 
 
 def leave_eager(model: Any = None, **kwargs: Any) -> Any:
-    """In the place of torch.compile, which cannot trace a pretended tensor: return the model or function uncompiled."""
+    """In the place of torch.compile, which cannot trace a simulated tensor: return the model or function uncompiled."""
     if model is None:  # @torch.compile(mode=…): what this returns is then called with the decorated function
         return leave_eager
     return model

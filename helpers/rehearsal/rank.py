@@ -1,4 +1,4 @@
-"""One rank of a rehearsal: it gives its process pretended GPUs, then runs the script as ``__main__``."""
+"""One rank of a rehearsal: it gives its process simulated GPUs, then runs the script as ``__main__``."""
 
 import _thread
 import argparse
@@ -60,8 +60,8 @@ def variables(rank: int, gpus: int, nodes: int, port: int, folder: Path) -> dict
     }
 
 
-def pretend(count: int) -> None:
-    """Replace torch's functions, so that this process has ``count`` pretended GPUs, which the CPU plays.
+def simulate_gpus(count: int) -> None:
+    """Replace torch's functions, so that this process has ``count`` simulated GPUs, which the CPU plays.
 
     Each of the modules replaces what its own docstring names.
     """
@@ -95,7 +95,7 @@ def hide_this_package(first_path: str) -> None:
     """Let the script import a module of its own that is called helpers, also a folder, instead of this package.
 
     ``first_path`` is the script's folder, where Python looks first. ``helpers.training_check`` stays imported, because
-    a script that itself calls ``check_training`` needs the copy that reads pretended tensors.
+    a script that itself calls ``check_training`` needs the copy that reads simulated tensors.
     """
     for name in list(sys.modules):
         is_of_this_package = name.split(".")[0] == "helpers"
@@ -180,7 +180,7 @@ def leave(
 
 
 def main(script: str, args: argparse.Namespace, flags: list[str], folder: Path) -> NoReturn:
-    """Run the script as ``__main__`` on this node's pretended GPUs, and end this process with its exit status.
+    """Run the script as ``__main__`` on this node's simulated GPUs, and end this process with its exit status.
 
     ``args`` are those of ``rehearse``, ``flags`` those of the script. What the rank leaves for the command comes to
     files in ``folder``: see ``write_stacks``, ``run_as_main`` and ``leave``.
@@ -189,7 +189,7 @@ def main(script: str, args: argparse.Namespace, flags: list[str], folder: Path) 
     # This is not a threading.Thread, because the script may count those.
     _thread.start_new_thread(write_stacks, (folder / f"stack{rank}", _thread.get_ident()))
     warnings.filterwarnings("ignore", message=".*wrapper subclass.*")  # torch's C++ warns of tensors such as CudaTensor
-    pretend(args.gpus)
+    simulate_gpus(args.gpus)
     observer = mistakes.observe()
     end_process = partial(leave, rank=rank, process=os.getpid(), json=args.json, folder=folder, observer=observer)
     os._exit = end_process  # A script that ends itself in this way leaves its report, too.
@@ -215,5 +215,5 @@ def set_arguments_and_path(script: str, flags: list[str], is_module: bool) -> No
 def tell_that_this_rank_has_ended() -> None:
     """Note it in each group, so that a rank that still waits for this one in a collective can say why it waits."""
     with contextlib.suppress(dist.DistError):  # the store is gone if the command has ended
-        for group in nccl.PretendedNCCL.instances:
+        for group in nccl.SimulatedNCCL.instances:
             group.note_end()

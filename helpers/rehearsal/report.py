@@ -37,9 +37,9 @@ class Report:
 
 def text(report: Report) -> str:
     """The report as text for the screen: a section for each kind of event, with a row for each line of the script."""
-    gpus = "1 pretended GPU"
+    gpus = "1 simulated GPU"
     if report.world_size > 1:
-        gpus = f"{report.world_size} pretended GPUs"
+        gpus = f"{report.world_size} simulated GPUs"
     lines = [f"Rehearsal on {gpus}: rank {report.rank}, {report.steps} optimizer steps."]
     width = max([len(row.line) for row in report.lines], default=0)
     for kind, title in TITLES.items():

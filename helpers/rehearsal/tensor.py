@@ -30,7 +30,7 @@ Base: Any = torch.Tensor  # without its types: they leave no room for another de
 
 
 class CudaTensor(Base):
-    """A tensor on a pretended GPU: ``inner`` is the CPU tensor with its values, ``index`` the GPU's number.
+    """A tensor on a simulated GPU: ``inner`` is the CPU tensor with its values, ``index`` the GPU's number.
 
     To a script it says that it is on cuda:index, and torch's C++ takes it for a tensor of the CPU. ``index`` is None
     for a parameter that has moved to the host.
@@ -159,14 +159,14 @@ class CudaTensor(Base):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run an operator on the CPU tensors inside, and return its results as tensors on the GPU.
 
-        torch calls this for each operator ``func`` that gets a pretended tensor, such as aten.add.Tensor. Before it
+        torch calls this for each operator ``func`` that gets a simulated tensor, such as aten.add.Tensor. Before it
         runs, errors are raised that CUDA would raise, and waits and copies are counted.
         """
         kwargs = dict(kwargs or {})
         tensors = tensors_in((*args, *kwargs.values()))
-        pretended = [tensor for tensor in tensors if isinstance(tensor, CudaTensor)]
+        simulated = [tensor for tensor in tensors if isinstance(tensor, CudaTensor)]
         device_of_result = kwargs.pop("device", None)  # an argument of operators such as empty_like
-        index = gpu_of_results(device_of_result, pretended)
+        index = gpu_of_results(device_of_result, simulated)
         if index is not None:
             check_process()
             check_generator(kwargs.get("generator"))
@@ -178,7 +178,7 @@ class CudaTensor(Base):
 
         may_change_its_arguments = func._schema.is_mutable
         if may_change_its_arguments:
-            for tensor in pretended:
+            for tensor in simulated:
                 follow_shape(tensor)
         # In-place operators and those with out= return one of their arguments. The script then gets the tensor that it
         # has given, and no new wrapper. These tensors are found by the ids of the CPU tensors in them.
@@ -200,15 +200,15 @@ def follow_shape(tensor: CudaTensor) -> None:
             tensor.data = CudaTensor(tensor.inner, tensor.index)
 
 
-def gpu_of_results(device: Device, pretended: list[CudaTensor]) -> int | None:
+def gpu_of_results(device: Device, simulated: list[CudaTensor]) -> int | None:
     """The number of the GPU on which an operator's results are, or None for the host.
 
     ``device`` is the operator's argument of this name, or None. Without it, it is the GPU of the first of the
-    ``pretended`` tensors that is on one. They may all be parameters that have moved to the host.
+    ``simulated`` tensors that is on one. They may all be parameters that have moved to the host.
     """
     if is_gpu(device):
         return gpu_of(device)
-    for tensor in pretended:
+    for tensor in simulated:
         if tensor.index is not None:
             return tensor.index
     return None
@@ -217,7 +217,7 @@ def gpu_of_results(device: Device, pretended: list[CudaTensor]) -> int | None:
 def rebuild(
     inner: torch.Tensor, index: int | None, requires_grad: bool = False, parameter: bool = False
 ) -> torch.Tensor:
-    """Make a pretended tensor of what ``CudaTensor.state`` has taken of one: copy.deepcopy and pickles call this.
+    """Make a simulated tensor of what ``CudaTensor.state`` has taken of one: copy.deepcopy and pickles call this.
 
     ``inner`` has the values. The tensor comes to GPU ``index``, or to the host for None. But if a torch.load runs which
     names a device (map_location), it comes to that one. ``parameter``: it is to be an nn.Parameter.
@@ -240,11 +240,11 @@ torch.serialization.add_safe_globals([CudaTensor, rebuild])
 
 
 def set_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """``tensor.data = values`` where one of the two is on a pretended GPU and the other is on the CPU.
+    """``tensor.data = values`` where one of the two is on a simulated GPU and the other is on the CPU.
 
     Module.to moves a parameter like this. Whoever refers to the parameter, such as an optimizer, has to find it moved,
-    so the tensor stays the same object. But a tensor on a pretended GPU has another class. ``turn_into`` changes the
-    class, unless torch's C++ refers to the tensor, as DDP's does. Then a pretended tensor stays one, without a GPU.
+    so the tensor stays the same object. But a tensor on a simulated GPU has another class. ``turn_into`` changes the
+    class, unless torch's C++ refers to the tensor, as DDP's does. Then a simulated tensor stays one, without a GPU.
     """
     grad = tensor.grad
     tensor.grad = None  # A gradient must be where its tensor is, so it comes back below, on the new device.
@@ -303,7 +303,7 @@ def index_of(tensor: torch.Tensor) -> int | None:
 
 
 def on_gpu_or_host(inner: torch.Tensor, index: int | None) -> torch.Tensor:
-    """A CPU tensor as one on the pretended GPU ``index``, or as it is for None, which stands for the host."""
+    """A CPU tensor as one on the simulated GPU ``index``, or as it is for None, which stands for the host."""
     if index is None:
         return inner
     return CudaTensor(inner, index)
@@ -331,14 +331,14 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def cpu_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The CPU tensor inside a pretended one, or the tensor itself."""
+    """The CPU tensor inside a simulated one, or the tensor itself."""
     if isinstance(tensor, CudaTensor):
         return tensor.inner
     return tensor
 
 
 def unwrap(value: Any) -> Any:
-    """An operator's argument with CPU tensors in place of pretended ones."""
+    """An operator's argument with CPU tensors in place of simulated ones."""
     return map_tensors(value, cpu_tensor)
 
 
@@ -350,7 +350,7 @@ def on_host(values: Iterable[Any]) -> list[torch.Tensor]:
 def called_by_torch_itself() -> bool:
     """Whether torch's C++ calls the running operator, and not a line of the script: autograd's engine or DDP's reducer.
 
-    They make tensors on the CPU for pretended ones, where a GPU would have them on the GPU, so nothing is checked or
+    They make tensors on the CPU for simulated ones, where a GPU would have them on the GPU, so nothing is checked or
     counted there. C++ has no frames in Python. So it is the caller if the innermost Python function outside of this
     file is the one that starts the engine, or one of DDP. An operator in a hook has the hook's function.
     """
@@ -387,8 +387,8 @@ def check_devices(func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
         return  # A copy may go from one device to another.
     if func.namespace in COLLECTIVES:
         return  # ``nccl`` checks the tensors of collectives.
-    devices_of_pretended = {str(tensor.device) for tensor in tensors if index_of(tensor) is not None}
-    devices = devices_of_pretended | devices_on_host(func, args, tensors)
+    devices_of_simulated = {str(tensor.device) for tensor in tensors if index_of(tensor) is not None}
+    devices = devices_of_simulated | devices_on_host(func, args, tensors)
     if len(devices) > 1 and not called_by_torch_itself():
         message = "Expected all tensors to be on the same device, but found at least two devices"
         raise gpu_error(f"{message}, {' and '.join(sorted(devices))}! (when checking arguments of {func})")

@@ -1,4 +1,4 @@
-"""DDP, DTensor and modules on pretended GPUs: patches for their C++ parts, which see only CPU tensors."""
+"""DDP, DTensor and modules on simulated GPUs: patches for their C++ parts, which see only CPU tensors."""
 
 import contextlib
 import sys
@@ -39,7 +39,7 @@ ORIGINAL_BACKWARD: Any = torch.autograd._engine_run_backward
 ORIGINAL_DDP_FORWARD: Any = DistributedDataParallel.forward
 ORIGINAL_DDP_INIT: Any = DistributedDataParallel.__init__
 ORIGINAL_GROUPING: Any = torch._C._group_tensors_by_device_and_dtype
-DDP_GROUPS: list[Any] = []  # the pretended NCCL of each DDP model
+DDP_GROUPS: list[Any] = []  # the simulated NCCL of each DDP model
 BUCKETS: dict[nn.Module, Buckets] = {}  # of each DDP model, for the report
 
 
@@ -55,7 +55,7 @@ def patch() -> None:
 
 
 def patch_ddp() -> None:
-    """Let DDP work with pretended tensors, count its all-reduces, and say who did not come to them.
+    """Let DDP work with simulated tensors, count its all-reduces, and say who did not come to them.
 
     DDP averages gradients in C++, during the backward pass. So its constructor, its forward pass and the function that
     starts every backward pass are replaced.
@@ -74,25 +74,25 @@ def init_ddp(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
     """
     kwargs["gradient_as_bucket_view"] = False
     ORIGINAL_DDP_INIT(self, module, *args, **kwargs)
-    pretended_nccl = nccl.nccl_of(self.process_group)
-    if pretended_nccl is not None and pretended_nccl not in DDP_GROUPS:
-        DDP_GROUPS.append(pretended_nccl)
+    simulated_nccl = nccl.nccl_of(self.process_group)
+    if simulated_nccl is not None and simulated_nccl not in DDP_GROUPS:
+        DDP_GROUPS.append(simulated_nccl)
 
 
 def forward_of_ddp(self: Any, *args: Any, **kwargs: Any) -> Any:
     """In the place of DDP's forward pass, at which the ranks compare what DDP will do in C++."""
-    pretended_nccl = nccl.nccl_of(self.process_group)
-    if pretended_nccl is None:  # DDP over gloo alone: nothing is pretended
+    simulated_nccl = nccl.nccl_of(self.process_group)
+    if simulated_nccl is None:  # DDP over gloo alone: nothing is simulated
         return ORIGINAL_DDP_FORWARD(self, *args, **kwargs)
     # In DDP's join a rank without inputs takes part as well, in C++, where it cannot announce its calls.
     is_in_join = self._join_config.enable
     if self.will_sync_module_buffers() and not is_in_join:
-        pretended_nccl.announce("DDP's broadcast of buffers")
-    with explained([pretended_nccl]):
+        simulated_nccl.announce("DDP's broadcast of buffers")
+    with explained([simulated_nccl]):
         output = ORIGINAL_DDP_FORWARD(self, *args, **kwargs)
     averages_gradients = torch.is_grad_enabled() and self.require_backward_grad_sync
     if averages_gradients:
-        count_reduction(self, pretended_nccl, output)
+        count_reduction(self, simulated_nccl, output)
     return output
 
 
@@ -110,7 +110,7 @@ def run_backward(*args: Any, **kwargs: Any) -> Any:
 def explained(groups: list[Any]) -> Iterator[None]:
     """A context for calls of DDP. If its C++ loses a peer there, the error says which ranks of a group did not come.
 
-    ``groups`` are the pretended NCCLs that may have lost the peer. Any other error is raised as it is.
+    ``groups`` are the simulated NCCLs that may have lost the peer. Any other error is raised as it is.
     """
     try:
         yield
@@ -123,9 +123,9 @@ def explained(groups: list[Any]) -> Iterator[None]:
 
 
 def patch_dtensor() -> None:
-    """Replace those parts of DTensor that would not work with pretended tensors as its local parts.
+    """Replace those parts of DTensor that would not work with simulated tensors as its local parts.
 
-    A pretended tensor is a CPU tensor that says it is on a GPU. Each comment below says what torch does, and why that
+    A simulated tensor is a CPU tensor that says it is on a GPU. Each comment below says what torch does, and why that
     does not work here.
     """
     # torch makes a DTensor by this C++ function, on the device of the local part. It says "cuda", and a build of
@@ -139,7 +139,7 @@ def patch_dtensor() -> None:
 
     replace(torch.Tensor, _make_wrapper_subclass=staticmethod(make_wrapper_on_cpu))
 
-    # The script would now read "cpu" as the DTensor's device. It should read the pretended GPU, as it does of the local
+    # The script would now read "cpu" as the DTensor's device. It should read the simulated GPU, as it does of the local
     # part.
     replace(DTensor, device=property(lambda self: self._local_tensor.device))
     replace(DTensor, is_cuda=property(lambda self: self._local_tensor.is_cuda))
@@ -186,7 +186,7 @@ def allow_sharding(operator: Any, results: int, tensors: int) -> None:
 
 
 def of_this_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method that returns CPU tensors of DDP's C++. The wrapper returns pretended tensors with their memory."""
+    """Wrap a method that returns CPU tensors of DDP's C++. The wrapper returns simulated tensors with their memory."""
 
     def on_current_gpu(tensor: torch.Tensor) -> torch.Tensor:
         return CudaTensor(tensor, Node.current)
@@ -202,7 +202,7 @@ def count_reduction(model: Any, group: Any, output: Any) -> None:
 
     DDP's C++ starts the all-reduces in backward, where Python does not see them. So they are counted here, at the line
     of the script that runs the model, which has just returned ``output``. During backward a hook announces them to the
-    other ranks of the ``group``, the model's pretended NCCL.
+    other ranks of the ``group``, the model's simulated NCCL.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     events.collective("allreduce by DDP, in backward", parameters)
@@ -256,7 +256,7 @@ def group_tensors(tensors: Any, with_indices: bool) -> dict[Any, Any]:
     """In the place of torch's C++ function that groups tensors by device and dtype, for optimizers and for clipping.
 
     ``tensors`` are lists of the same length: parameters, their gradients and so on. The result is {(device, dtype):
-    (for each list the tensors of the group, the places of these in the list)}. C++ takes every pretended tensor for one
+    (for each list the tensors of the group, the places of these in the list)}. C++ takes every simulated tensor for one
     on the CPU, so this puts the tensors' own device into the key.
     """
     groups = {}

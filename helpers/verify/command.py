@@ -34,7 +34,7 @@ LONGEST_RUN = 120
 RUNS_IN_ALL = 10
 SHORTEST_STEP = 20  # seconds: a step is not begun if fewer are left
 MACHINE_SECONDS = 300  # in which a process must import torch and ask for the GPUs
-REHEARSED = "on pretended GPUs: no figure here was measured on a GPU"
+REHEARSED = "on simulated GPUs: no figure here was measured on a GPU"
 
 TakeStep = Callable[[], Probe | Step]  # a function that takes a step and returns its results
 
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="M",
         help="the most minutes that all steps may take; what is left then is not run (default: 20)",
     )
-    parser.add_argument("--rehearsal", action="store_true", help="try the command on pretended GPUs")
+    parser.add_argument("--rehearsal", action="store_true", help="try the command on simulated GPUs")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -100,7 +100,7 @@ def verify(args: argparse.Namespace, folder: Path, end: float) -> int:
         scripts = scripts_of(args.chapters or [], folder / "scripts")
 
     launcher_of_machine = Launcher(
-        ranks=args.gpus or 2,  # in a rehearsal, how many GPUs are pretended
+        ranks=args.gpus or 2,  # in a rehearsal, how many GPUs are simulated
         rehearsal=args.rehearsal,
         folder=logs,
         end=end,
@@ -143,7 +143,7 @@ def steps_to_take(args: argparse.Namespace, launcher: Launcher, gpus: int, scrip
     facts = facts_of_chapters()
 
     functions: dict[str, TakeStep] = {DOCTOR: partial(steps.doctor, launcher, gpus, timeout)}
-    # Ranks of a notebook's cell cannot use pretended GPUs. Their checks take a while, so they are only made when all
+    # Ranks of a notebook's cell cannot use simulated GPUs. Their checks take a while, so they are only made when all
     # chapters are verified.
     if steps.LAUNCH_CHECKS.exists() and not args.rehearsal and not args.chapters:
         functions[LAUNCH] = partial(steps.launch_checks, launcher)

@@ -50,8 +50,8 @@ def examine() -> Machine:
         gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
         nccl_version = torch.cuda.nccl.version()  # such as (2, 28, 3)
         nccl = ".".join(map(str, nccl_version))
-        if torch.version.cuda == "pretended":
-            nccl = "pretended"  # A rehearsal on PyTorch's build for CPUs has neither CUDA nor NCCL.
+        if torch.version.cuda == "simulated":
+            nccl = "simulated"  # A rehearsal on PyTorch's build for CPUs has neither CUDA nor NCCL.
     except (RuntimeError, AssertionError) as problem:  # AssertionError comes from a torch that is built without CUDA.
         error, _, _ = str(problem).partition("\n")  # only the first line
     return Machine(
@@ -85,7 +85,7 @@ def obstacle(machine: Machine, requested_gpus: int | None) -> str:
     if count == 0:
         return (
             f"PyTorch {machine.torch} can use no GPU: {machine.error or 'none is visible'}\n"
-            "Go to a machine on which nvidia-smi shows a GPU, or try the command on pretended GPUs: --rehearsal"
+            "Go to a machine on which nvidia-smi shows a GPU, or try the command on simulated GPUs: --rehearsal"
         )
     if requested_gpus is not None and requested_gpus > count:
         return (

@@ -12,7 +12,7 @@ PRESETS = {
     "NVIDIA A100-SXM4-80GB": "a100",
     "NVIDIA H100 80GB HBM3": "h100",
     "NVIDIA H200": "h200",
-    "pretended GPU": "h100",
+    "simulated GPU": "h100",
 }
 GPUS_PER_NODE = 8  # of the planner's clusters
 # The share of its peak that an H100 or H200 is expected to reach in a matrix product alone, divided by the share that

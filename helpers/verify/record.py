@@ -1,7 +1,7 @@
 """What a verification has found so far, as a file: the machine, the predictions, and the result of each step.
 
 ``results.json`` is written before the first step and after each one. The book's pages show copies of such files, which
-are in book/measured. A record with ``rehearsed`` among its facts was made on pretended GPUs: its figures mean nothing.
+are in book/measured. A record with ``rehearsed`` among its facts was made on simulated GPUs: its figures mean nothing.
 """
 
 import json

@@ -68,7 +68,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Launcher:
-    """Runs scripts on so many ranks, on real GPUs or, if the verification is only rehearsed, on pretended ones."""
+    """Runs scripts on so many ranks, on real GPUs or, if the verification is only rehearsed, on simulated ones."""
 
     ranks: int
     rehearsal: bool  # whether the verification is only rehearsed
@@ -127,14 +127,14 @@ class Launcher:
         """Run a script in one of three ways, and return what came of it, however it ended.
 
         kind: "GPUs" or "gloo" runs it under torchrun, with the observer that counts what the script does. "rehearsed"
-        runs it on pretended GPUs, and the rehearsal counts. timeout: in seconds. at_once: how many such runs share this
+        runs it on simulated GPUs, and the rehearsal counts. timeout: in seconds. at_once: how many such runs share this
         machine's cores.
         """
         name = f"{script.stem}-{kind}"
         folder = self.folder / name
         folder.mkdir()
-        # If the verification itself is only rehearsed, the run on "GPUs" gets pretended ones, too.
-        on_pretended_gpus = kind == "rehearsed" or (self.rehearsal and kind == "GPUs")
+        # If the verification itself is only rehearsed, the run on "GPUs" gets simulated ones, too.
+        on_simulated_gpus = kind == "rehearsed" or (self.rehearsal and kind == "GPUs")
 
         if kind == "rehearsed":
             program = str(script)
@@ -142,7 +142,7 @@ class Launcher:
         else:
             program = str(OBSERVER)
             arguments = [str(folder), str(script), *flags]
-        if on_pretended_gpus:
+        if on_simulated_gpus:
             options = [f"--gpus={self.ranks}", f"--timeout={timeout:g}", f"--json={folder / COUNTS_OF_REHEARSAL}"]
             words = ["-m", "helpers", "rehearse", program, *options, "--", *arguments]
             seconds_until_kill = timeout + GRACE
@@ -150,7 +150,7 @@ class Launcher:
             words = ["-m", *TORCHRUN, f"--nproc-per-node={self.ranks}", program, *arguments]
             seconds_until_kill = timeout
         variables = {"OMP_NUM_THREADS": self.threads or str(threads_of_a_rank(self.ranks, at_once))}
-        if on_pretended_gpus or kind == "gloo":
+        if on_simulated_gpus or kind == "gloo":
             variables["CUDA_VISIBLE_DEVICES"] = ""
         finished = self.python(words, name, seconds_until_kill, **variables)
         return run_from_files(folder, finished, is_rehearsed=kind == "rehearsed")

@@ -17,7 +17,7 @@ LAUNCH_SECONDS = 180  # The checks take about a minute.
 
 
 def chapter(launcher: Launcher, script: Path, facts: ScriptFacts, timeout: float) -> Step:
-    """Run a chapter's script on GPUs, on gloo and on pretended GPUs, and compare the three runs.
+    """Run a chapter's script on GPUs, on gloo and on simulated GPUs, and compare the three runs.
 
     They run at the same time if there are enough cores. facts: what the chapter says about its script, such as how much
     the numbers of its result may differ. timeout: in seconds, for each run.

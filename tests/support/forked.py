@@ -62,7 +62,7 @@ def command(*words):
     return Work("helpers.__main__", "main", [*map(str, words)], os.getcwd())
 
 
-def forked(work, environment, timeout=240):
+def forked(work, environment, timeout=400):
     """Do a Work in a fork with these environment variables, and wait for its end, ``timeout`` seconds at most.
 
     Returns an Ended.
@@ -106,7 +106,7 @@ class Forked:
             return []
         return ["a fork"]
 
-    def end(self, timeout=240):
+    def end(self, timeout=400):
         """Wait for the end, ``timeout`` seconds at most, and remove the fork's files. Returns an Ended.
 
         If the time was up, the Ended's ``errors`` also have the stack of each process.

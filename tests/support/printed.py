@@ -7,7 +7,7 @@ from scripting import CHAPTERS, ROOT
 
 from helpers.export.flags import read_flags
 from helpers.export.notebook import read_notebook, sort_cells
-from helpers.export.script import docstring
+from helpers.export.script import how_to_start
 
 PROGRAMS = r"(?:LAB=all )?(?:make|python -m|pytest|jupyter|torchrun|srun|sbatch|scontrol)"
 LISTING = re.compile(r"^```bash\n(.*?)^```", flags=re.M | re.S)
@@ -52,11 +52,11 @@ def prose_of(notebook):
 
 
 def commands_of_script(chapter):
-    """The torchrun commands in the docstring of the script that is exported from a chapter's notebook."""
+    """The usual torchrun commands in the docstring of the script that is exported from a chapter's notebook."""
     parameters = sort_cells(read_notebook(chapter), chapter.stem).parameters
     flags = list(read_flags(parameters))
-    docstring_of_script = docstring("", "", chapter.stem, flags)  # without a title and a summary: no command is there
-    return TORCHRUN.findall(docstring_of_script)
+    lines = how_to_start(chapter.stem, flags, own_commands=[], stops=False)
+    return TORCHRUN.findall("\n".join(lines))
 
 
 def printed():

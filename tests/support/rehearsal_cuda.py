@@ -1,6 +1,6 @@
 """A script for test_rehearsal: it calls each name of torch.cuda that a rehearsal does not refuse, and then the others.
 
-It runs on one pretended GPU, and prints what does not behave as helpers/rehearsal/cuda_names.py says.
+It runs on one simulated GPU, and prints what does not behave as helpers/rehearsal/cuda_names.py says.
 """
 
 import importlib

@@ -114,7 +114,7 @@ dist.destroy_process_group()
 
 start_group("third", device_id=device)
 if rank == 1:
-    options = dist.group.WORLD._get_backend(device).pretended_options
+    options = dist.group.WORLD._get_backend(device).simulated_options
     options._timeout = timedelta(seconds=2)
     plant("a group that a rank does not make", "ranks [0]", lambda: dist.new_group([1]))
     options._timeout = timedelta(seconds=60)

@@ -1,4 +1,4 @@
-"""Run in a rehearsal: the programs of silent_mistakes.py on pretended GPUs, one after the other, each under the check.
+"""Run in a rehearsal: the programs of silent_mistakes.py on simulated GPUs, one after the other, each under the check.
 
 ``rehearsal_silent.py FOLDER [PROGRAM …]`` runs all programs, or those that are named. Each rank writes to the folder,
 as JSON, what ``silent_mistakes.run_catalogue`` returned.

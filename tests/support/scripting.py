@@ -63,7 +63,7 @@ def export(notebook, folder):
     return script
 
 
-def torchrun(script, nproc, environment, *flags, timeout=240):
+def torchrun(script, nproc, environment, *flags, timeout=400):
     """Run a script under torchrun in its own folder. Returns an Ended, whose ``left`` is {process id: name}.
 
     If it hangs for ``timeout`` seconds, it is killed, and its status is None.
@@ -90,7 +90,7 @@ def torchrun(script, nproc, environment, *flags, timeout=240):
     return Ended(status, out, errors, left)
 
 
-def rehearse_here(script, *options, flags=(), timeout=240):
+def rehearse_here(script, *options, flags=(), timeout=400):
     """Run ``python -m helpers rehearse`` in a fork that has torch, which saves two seconds of a processor.
 
     Returns the finished process. Fails if it hangs or leaves a process behind.

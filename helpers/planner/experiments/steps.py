@@ -30,7 +30,7 @@ PRIOR = Corrections(h100=0.8, engine=1.0, float8=1.0, experts=1.0, eager=3.0, pa
 # How near: the standard deviation of each factor's logarithm.
 WIDTH = Corrections(h100=0.15, engine=0.15, float8=0.15, experts=0.3, eager=0.3, parts=0.3, exposed=0.3)
 NOISE = 0.1  # the standard deviation of log(predicted / published)
-# A plan from counts alone, as if programs on H100s reached the same shares of the peak as Megatron-LM on A100s.
+# A plan from counts alone, as if programs on H100s reached the same shares of the peak as Megatron-DeepSpeed on A100s.
 UNCORRECTED = Corrections(h100=1.0, engine=1.0, float8=1.0, experts=1.0, eager=1.0, parts=1.0, exposed=1.0)
 
 

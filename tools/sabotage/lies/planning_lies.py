@@ -92,6 +92,12 @@ def the_planner_never_waits_for_a_stage(module: Any) -> None:
         return original(*inputs) | {"waiting for stages": 0}
 
 
+@lie("15b", "bias|peak", module="helpers.planner.step_time")
+def the_planner_was_made_for_the_widest_products(module: Any) -> None:
+    """The planner lets products reach the share of the peak that they reach in the model nobody had looked at."""
+    module.FITTED = dataclasses.replace(module.FITTED, matmul=0.81)
+
+
 @lie("15b", "float8|linear", module="helpers.planner.layout")
 def attention_multiplies_in_float8(module: Any) -> None:
     """The planner's attention and head multiply in float8, as its linear layers do."""
