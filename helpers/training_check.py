@@ -2657,22 +2657,24 @@ class TrainingObserver:
                 self.record.add_finding("no_gradient", code_line, sentence)
 
     def stale_parameters(self, observed: "ObservedOptimizer") -> list[Any]:
-        """The parameters of an optimizer that the model has replaced by others; none if that is not certain.
+        """The parameters of an optimizer that were replaced in the model, as fully_shard does, after it was built.
 
-        fully_shard, or a conversion of the model, replaces each parameter by another of the same shape. (A shard is a
-        DTensor, whose shape is that of the whole parameter.) Then the optimizer still has the old parameters, which are
-        in no model, and the model has new ones, which are in no optimizer. It is certain if both have the same shapes.
+        They are in no model, and their shapes are, in the same order, those of the model's parameters that no optimizer
+        has. (A shard is a DTensor, whose shape is that of the whole parameter.) If the shapes differ, the reason may be
+        another one, and the result is empty.
         """
-        trained = self.trained_parameters()
-        old = []
+        parameters_of_models = self.trained_parameters()
+        outside_models = []
         for parameter in observed.parameters():
             # One that ever had a gradient was part of a model in use, and was not replaced before the training.
             ever_had_gradient = id(parameter) in observed.with_gradient
-            if parameter not in trained and not ever_had_gradient:
-                old.append(parameter)
-        new = self.parameters_without_optimizer()
-        if [parameter.shape for parameter in old] == [parameter.shape for parameter in new]:
-            return old
+            if parameter not in parameters_of_models and not ever_had_gradient:
+                outside_models.append(parameter)
+
+        old_shapes = [parameter.shape for parameter in outside_models]
+        new_shapes = [parameter.shape for parameter in self.parameters_without_optimizer()]
+        if old_shapes == new_shapes:
+            return outside_models
         return []
 
     def parameters_without_optimizer(self) -> dict[nn.Parameter, str]:

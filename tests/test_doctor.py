@@ -192,13 +192,17 @@ def doctor_on_rank(port, sabotage, timeout, plan):
 
 @pytest.fixture
 def run_doctor(capsys):
-    """A function that runs the doctor on ``count`` ranks of this machine, and returns a Result."""
-    warm()
+    """A function that runs the doctor on ``count`` ranks of this machine, and returns a Result.
+
+    Before the doctor begins, each rank calls ``sabotage(rank)``, which breaks something for it to find.
+    """
+    warm()  # Starts the process that forks the ranks, so that it is none of the leftovers below.
 
     def run(count, sabotage, timeout=60, plan=None):
         store = dist.TCPStore("127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False)
-        with leftovers.unchanged():
-            statuses = launch(doctor_on_rank, store.port, sabotage, timeout, plan, nproc=count, timeout=timeout + 100)
+        with leftovers.unchanged():  # fails if a process or a file is left
+            arguments = (store.port, sabotage, timeout, plan)
+            statuses = launch(doctor_on_rank, *arguments, nproc=count, timeout=timeout + 100)  # the doctor's ends first
         name_of_rank = r"(?m)^\[ranks? [^]]*\] ?"  # "[rank 0] " before each line that launch prints for a rank
         out = re.sub(name_of_rank, "", capsys.readouterr().out)
         return Result(statuses, out)

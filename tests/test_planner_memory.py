@@ -24,6 +24,7 @@ from helpers.runtime.models import PixelTransformer
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # or each rank would import this module, in a second
 
+BFLOAT16_BYTES = 2
 FLOAT32_BYTES = 4
 
 # --- Selective activation checkpointing -------------------------------------------------------------------------------
@@ -154,32 +155,29 @@ def test_copies_of_the_logits():
 
 
 def test_in_a_pipeline_fsdp_keeps_what_it_has_gathered():
-    """It keeps the 16-bit parameters and the float32 gradients of the whole stage, as with torchtitan's default.
+    """The peak has a stage's bfloat16 parameters and float32 gradients, and a layer's float32 reduce-scatter buffer.
 
-    The fullest moment is the first reduction, when the gradient of one layer is also in the float32 memory of a
-    reduce-scatter. FSDPMemTracker measures that in test_gathered_once_parameters_and_gradients_stay.
+    The default is torchtitan's, gather="once": parameters stay gathered, and gradients whole, until the last
+    micro-batch. FSDPMemTracker measures such a peak in test_gathered_once_parameters_and_gradients_stay.
     """
-    bytes_of_parameter = 2
-    bytes_of_gradient = 4
     model = model_of("llama3-70b")
     layout = Layout(dp=8, tp=8, pp=8, zero=3, batch=64, recompute="full", sequence_parallel=True)
-    middle_stage = 3
-    parameters = stage_parameters(model, layout, middle_stage)
-    parameters_of_layer = parameters / len(layout.layers_of(model, middle_stage))
+    stage = 3  # one in the middle
+    stage_size = stage_parameters(model, layout, stage)
+    layer_size = stage_size / len(layout.layers_of(model, stage))
 
-    by_default = memory(model, layout, Conventions())
-    gathered = by_default[middle_stage]["gathered"]
-    of_the_stage = (bytes_of_parameter + bytes_of_gradient) * parameters
-    of_the_reduction = bytes_of_gradient * parameters_of_layer
-    assert gathered == pytest.approx(of_the_stage + of_the_reduction, rel=1e-6)
+    def gathered(conventions):
+        return memory(model, layout, conventions)[stage]["gathered"]
 
-    # In a pipeline, to gather once in a step is the default.
-    once_a_step = memory(model, layout, Conventions(gather="once"))
-    assert once_a_step == by_default
-
+    parameters = BFLOAT16_BYTES * stage_size
+    gradients = FLOAT32_BYTES * stage_size
+    reduce_scatter_buffer = FLOAT32_BYTES * layer_size
+    expected = parameters + gradients + reduce_scatter_buffer
+    by_default = gathered(Conventions())
+    assert by_default == pytest.approx(expected, rel=1e-6)
+    assert by_default == gathered(Conventions(gather="once"))
     # To gather anew for each micro-batch needs the memory of a layer or two, and not of all ten of the stage.
-    for_each_micro_batch = memory(model, layout, Conventions(gather="each"))
-    assert for_each_micro_batch[middle_stage]["gathered"] < gathered / 5
+    assert gathered(Conventions(gather="each")) < expected / 5
 
 
 def test_experts_that_no_other_rank_has_are_not_gathered():
@@ -194,8 +192,9 @@ def test_experts_that_no_other_rank_has_are_not_gathered():
     matrices_of_expert = 3
     expert_parameters = model.layers * model.experts * matrices_of_expert * model.width * model.ffn
     other_parameters = model.parameters() - expert_parameters
-    assert gathered(ep=8) == pytest.approx((2 + 2) * other_parameters, rel=1e-3)
-    assert gathered() == pytest.approx((2 + 2) * model.parameters(), rel=1e-3)
+    bytes_of_parameter_and_gradient = 2 * BFLOAT16_BYTES
+    assert gathered(ep=8) == pytest.approx(bytes_of_parameter_and_gradient * other_parameters, rel=1e-3)
+    assert gathered() == pytest.approx(bytes_of_parameter_and_gradient * model.parameters(), rel=1e-3)
 
 
 def test_the_allocators_gaps_are_a_share_of_the_tensors():

@@ -217,17 +217,17 @@ def test_a_validation_set_that_is_too_small_is_refused_before_the_first_step(scr
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_sample_of_another_shape_is_an_error_of_one_line(script, environment, tmp_path, workers):
-    """One of 96 samples has 63 pixels in place of 64. Only the rank that reads it can print the error."""
-    unequal_data = (
+    """The first of 96 samples has 63 pixels, not 64. The rank that reads it, or its worker, raises one UsageError."""
+    with_an_odd_sample = (
         "    label = 0\n"
         "    train_set = [(torch.zeros(63), label)] + [(torch.zeros(64), label)] * 95\n"
         "    return train_set, None\n"
     )
-    path = changed(script, tmp_path / "unequal", "    return train_set, val_set\n", unequal_data)
-    # It runs under torchrun itself, because a worker of a forked rank cannot send an error of the script's own class.
-    status, _, errors, _ = torchrun(path, 2, environment, "--max-steps=11", f"--num-workers={workers}")
-    assert status not in (0, None)
-    [message] = re.findall(r"^.*UsageError: (.*)$", errors, re.M)
+    path = changed(script, tmp_path / "unequal", "    return train_set, val_set\n", with_an_odd_sample)
+    # torchrun itself starts the script, because a worker of a forked rank could not send it the script's UsageError.
+    ended = torchrun(path, 2, environment, "--max-steps=11", f"--num-workers={workers}")
+    assert ended.status not in (0, None)  # it failed, and did not hang
+    [message] = re.findall(r"^.*UsageError: (.*)$", ended.errors, re.M)
     assert message.startswith("samples of different shapes need a collate() of your own (")
 
 
@@ -2025,26 +2025,25 @@ def test_replicas_are_compared_before_a_save_too(script, tmp_path):
     assert names_in(tmp_path) == []
 
 
-def weights_after_unlike_norms(path, args):
-    """Take a step in which ranks 2 and 3, the second replica, get another norm of the gradients than ranks 0 and 1.
+def weights_after_norms_one_ulp_apart(path, args):
+    """Take a step in which the gradient norm is one ulp larger on ranks 2 and 3, the second replica.
 
-    It is larger by its last bit, as if they had added it up in another order. Returns the norm, and this rank's weights
-    after the step.
+    Another order of summation could make it so. Returns the norm that the step used, and this rank's weights after it.
     """
     trainer = loaded(path)
     training = trainer.build_training(args, CPU)
-    batch = (torch.ones(12, 64), torch.zeros(12, dtype=torch.int64))
-    own_full_tensor = trainer.DTensor.full_tensor
+    full_tensor = trainer.DTensor.full_tensor
 
-    def full_tensor_off_by_a_bit(tensor):
-        norm = own_full_tensor(tensor)
+    def one_ulp_larger_on_the_second_replica(norm):
+        value = full_tensor(norm)
         if dist.get_rank() >= 2:
-            return torch.nextafter(norm, 2 * norm)
-        return norm
+            value = torch.nextafter(value, 2 * value)
+        return value
 
-    # A sharded model's norm is a DTensor, of which the trainer takes the full tensor.
-    with mock.patch.object(trainer.DTensor, "full_tensor", full_tensor_off_by_a_bit):
-        _, norm = trainer.take_step(training, [batch], 1, args)
+    batch = (torch.ones(12, 64), torch.zeros(12, dtype=torch.int64))
+    # In the trainer's step, the norm is the only DTensor whose full tensor is taken.
+    with mock.patch.object(trainer.DTensor, "full_tensor", one_ulp_larger_on_the_second_replica):
+        _, norm = trainer.take_step(training, [batch], step=1, args=args)
     weights = [trainer.local(param).tolist() for param in training.model.parameters()]
     return norm.item(), weights
 
@@ -2052,7 +2051,7 @@ def weights_after_unlike_norms(path, args):
 def test_replicas_clip_with_one_norm(script):
     """Ranks 0 and 2 have the same part of the model, and so do ranks 1 and 3. Their weights have to stay equal."""
     args = settings(script, "--shard", "--replicas=2", "--max-norm=0.01", "--batch-size=48", "--width=8")
-    norms_and_weights = launch(weights_after_unlike_norms, str(script), args, nproc=4)
+    norms_and_weights = launch(weights_after_norms_one_ulp_apart, str(script), args, nproc=4)
     assert norms_and_weights[0] == norms_and_weights[2]
     assert norms_and_weights[1] == norms_and_weights[3]
 

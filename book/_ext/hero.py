@@ -386,25 +386,22 @@ def panel_of(chapter: Chapter, mistake_place: str, is_repaired: bool) -> Panel:
     """Make one panel of the first page's animation: four ranks in a training loop with a mistake, or with it repaired.
 
     ``chapter`` has the loop's code, and what it printed when it was really run. ``mistake_place`` says where in the
-    loop the mistake is: "before the loop", "in the loop" or "after the loop". Raises ExtensionError if the ranks of the
-    animation end at other lines than those that were really run.
+    loop the mistake is: "before the loop", "in the loop" or "after the loop".
+
+    The animation is a simulation of the ranks. It is compared with what the chapter printed: if its ranks end at other
+    lines of code than the real ranks did, this raises ExtensionError.
     """
-    loop_source = chapter.source(LOOP_CELL)
+    lines = lines_of(chapter.source(LOOP_CELL), mistake_place, is_repaired)
     if is_repaired:
         output = output_of_repair(chapter, mistake_place)
     else:
         output = chapter.output(CELL_OF_MISTAKE[mistake_place])
-
-    lines = lines_of(loop_source, mistake_place, is_repaired)
-    frames = walk([line.text for line in lines], output)  # the moments of the animation
-
-    # The mood of the last frame is how the animation ends, such as Ending.HANG. It decides what the picture then says.
-    last_frame = frames[-1]
-    ending = Ending(last_frame.mood)
-    last_frame.says = LAST_SENTENCE[ending].format(sums=right_sums(chapter, mistake_place))
+    frames = walk([line.text for line in lines], output)  # simulates the ranks: a frame for each moment
 
     panel = Panel(panel_name(mistake_place, is_repaired), is_repaired, lines, frames, output)
     check_last_lines(panel, mistake_place)
+    sentence = LAST_SENTENCE[panel.ending]
+    frames[-1].says = sentence.format(sums=right_sums(chapter, mistake_place))
     return panel
 
 

@@ -38,9 +38,9 @@ def script_from_notebook(notebook: NotebookNode, name: str, tested_with: Sequenc
     title, purpose = title_and_purpose(notebook, name)
     parameters = list(flags)
     defined_names = names_bound_by(parts.definitions)
-    stops = "StopRequest" in defined_names
+    saves_at_signal = "StopRequest" in defined_names
     own_commands = facts_in(notebook.metadata, name).script.how_to_start
-    commands = how_to_start(name, parameters, own_commands, stops)
+    commands = how_to_start(name, parameters, own_commands, saves_at_signal)
     body = main_body(parts.body, parameters)
     sections = [
         docstring(title, purpose, commands, tested_with),
@@ -182,18 +182,20 @@ def docstring(title: str, purpose: str, commands: Sequence[str], tested_with: Se
     return literal
 
 
-def how_to_start(name: str, parameters: Sequence[str], own_commands: Sequence[str], stops: bool) -> list[str]:
+def how_to_start(name: str, parameters: Sequence[str], own_commands: Sequence[str], saves_at_signal: bool) -> list[str]:
     """The lines of the docstring that say how to start the script NAME.py.
 
     ``own_commands`` are lines of a notebook whose script needs other commands than most. If ``backend`` is among the
-    script's ``parameters``, the usual commands for GPUs name NCCL, so that a missing GPU is an error. ``stops`` says
-    that a signal makes the script save: then one more command leaves it the time.
+    script's ``parameters``, the usual commands for GPUs name NCCL, so that a missing GPU is an error.
+
+    For a script that saves a checkpoint when a signal stops it, one more command lets torchrun wait for the save. It
+    needs the script's parameters ``checkpoint_dir`` and ``resume``.
     """
     file = as_argument(f"{name}.py")
     lines = list(own_commands)
     if not lines:
         lines = usual_commands(file, takes_backend="backend" in parameters)
-    if stops and {"checkpoint_dir", "resume"} <= set(parameters):
+    if saves_at_signal and {"checkpoint_dir", "resume"} <= set(parameters):
         lines += stopping_command(file, name)
     return lines
 

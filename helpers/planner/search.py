@@ -89,19 +89,26 @@ class Search:
         dp = self.cluster.gpus // ranks
         sizes: dict[str, Any] = {**mesh, "dp": dp, "sequence_parallel": mesh["tp"] > 1}
 
-        # "shard" is how many data-parallel ranks share the states: four of them for 4, and all of them for 0. All of
-        # them are tried as 0 already, and more than all cannot be.
+        # "shard" is the number of data-parallel ranks that share the states. 0 means all of them, so a number as large
+        # as theirs is redundant, and a larger one is invalid.
         data_ranks = dp * mesh["cp"]
         settings = [setting for setting in settings if setting["shard"] < data_ranks]
 
-        may_be_uneven = any(setting.get("uneven_stages", False) for setting in settings)
-        try:
-            Layout(**sizes, uneven_stages=may_be_uneven).check(self.model, self.cluster)
-        except PlanError as error:
-            self.refusals[error.problem] += len(settings)
+        problem = self.problem_of_sizes(sizes, settings)
+        if problem:
+            self.refusals[problem] += len(settings)
             return
         for setting in settings:
             self.try_layout({"batch": batch, **sizes, **setting})
+
+    def problem_of_sizes(self, sizes: dict[str, Any], settings: list[dict[str, Any]]) -> str:
+        """Why no layout can have these sizes, whatever its other settings are; empty if one may have them."""
+        may_be_uneven = any(setting.get("uneven_stages", False) for setting in settings)  # this allows more sizes
+        try:
+            Layout(**sizes, uneven_stages=may_be_uneven).check(self.model, self.cluster)
+        except PlanError as error:
+            return error.problem
+        return ""
 
     def try_layout(self, fields: dict[str, Any]) -> None:
         """Try one layout, and add it to ``fits`` or to ``too_large``, or count it in ``refusals``.

@@ -53,7 +53,7 @@ def default_timeout() -> float:
     try:
         seconds = float(text)
     except ValueError:
-        seconds = math.nan
+        seconds = math.nan  # which is in no range
     if not 0 < seconds <= MAX_SECONDS:
         raise LaunchError(
             f"WORLD_SIZE_ONE_TIMEOUT is a number of seconds above 0; it was {text!r}.\n"

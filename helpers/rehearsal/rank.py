@@ -182,8 +182,12 @@ def leave(
 def main(script: str, args: argparse.Namespace, flags: list[str], folder: Path) -> NoReturn:
     """Run the script as ``__main__`` on this node's simulated GPUs, and end this process with its exit status.
 
-    ``args`` are those of ``rehearse``, ``flags`` those of the script. What the rank leaves for the command comes to
-    files in ``folder``: see ``write_stacks``, ``run_as_main`` and ``leave``.
+    ``args`` are those of ``rehearse``, ``flags`` those of the script. The command, which is another process, reads of
+    this rank what it has written to ``folder``:
+
+    - while the script runs, the stack of its main thread (write_stacks);
+    - if the script raises, the error (run_as_main);
+    - at the end, what GPUs or NCCL would have refused, and notes about silent mistakes (leave).
     """
     rank = os.environ["RANK"]
     # This is not a threading.Thread, because the script may count those.
@@ -191,15 +195,15 @@ def main(script: str, args: argparse.Namespace, flags: list[str], folder: Path) 
     warnings.filterwarnings("ignore", message=".*wrapper subclass.*")  # torch's C++ warns of tensors such as CudaTensor
     simulate_gpus(args.gpus)
     observer = mistakes.observe()
-    end_process = partial(leave, rank=rank, process=os.getpid(), json=args.json, folder=folder, observer=observer)
-    os._exit = end_process  # A script that ends itself in this way leaves its report, too.
+    write_and_exit = partial(leave, rank=rank, process=os.getpid(), json=args.json, folder=folder, observer=observer)
+    os._exit = write_and_exit  # for a script that calls os._exit itself
 
     set_arguments_and_path(script, flags, args.module)
     status = run_as_main(script, args.module, folder)
     if status == 0:
         tell_that_this_rank_has_ended()
-    atexit._run_exitfuncs()  # what the script has registered, because os._exit does not call it
-    end_process(status)
+    atexit._run_exitfuncs()  # os._exit skips the functions that the script has registered with atexit
+    write_and_exit(status)
 
 
 def set_arguments_and_path(script: str, flags: list[str], is_module: bool) -> None:

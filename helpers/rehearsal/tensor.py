@@ -275,16 +275,15 @@ def has_references_in_cpp(tensor: torch.Tensor) -> bool:
     torch counts the references. Two of them do not matter: Python's own, and that of AccumulateGrad, the node of
     autograd's graph that accumulates the tensor's gradient, because swap_tensors knows of it.
     """
-    harmless = 1  # Python's
+    expected = 1  # Python's
     edge = None
     if tensor.is_leaf and tensor.requires_grad:
-        # Such a tensor may have its node already, or not. get_gradient_edge makes the node if there is none, so that
-        # there is one in any case while ``edge`` holds it. It has one reference to the tensor.
+        # This makes the node if there is none yet, and ``edge`` keeps it alive, so that the node is always counted.
         edge = torch.autograd.graph.get_gradient_edge(tensor)
-        harmless = 2  # Python's, and the node's
+        expected = 2  # Python's, and the node's
     references = tensor._use_count()  # type: ignore[attr-defined, unused-ignore]
     del edge
-    return references > harmless
+    return references > expected
 
 
 def set_inner(tensor: CudaTensor, values: torch.Tensor) -> None:

@@ -55,7 +55,7 @@ def commands_of_script(chapter):
     """The usual torchrun commands in the docstring of the script that is exported from a chapter's notebook."""
     parameters = sort_cells(read_notebook(chapter), chapter.stem).parameters
     flags = list(read_flags(parameters))
-    lines = how_to_start(chapter.stem, flags, own_commands=[], stops=False)
+    lines = how_to_start(chapter.stem, flags, own_commands=[], saves_at_signal=False)
     return TORCHRUN.findall("\n".join(lines))
 
 

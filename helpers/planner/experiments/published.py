@@ -254,30 +254,48 @@ class Reproduced(NamedTuple):
 def reproduce(row: dict[str, str]) -> Reproduced:
     """Compute the number that a row of published.csv reports, and how far the published number is from it.
 
-    The error is relative, and measured to the nearest value that would be rounded to the published digits; for an exact
-    count, such as of parameters, to the count itself. Raises PlanError for a row that contradicts itself.
+    The error is relative, and does not count what the rounding of the published number explains. An exact count, such
+    as of parameters, has no such allowance. Raises PlanError for a row that contradicts itself.
     """
-    inputs_as_toml = f"row = {{{row['inputs']}}}"
-    exact_inputs = tomllib.loads(inputs_as_toml, parse_float=Decimal)["row"]  # with the digits that were published
-    problems = contradictions(exact_inputs)
+    refuse_contradictions(row["inputs"])
+    computed = compute(row["quantity"], row["inputs"]) / UNITS[row["unit"]]
+    published = float(row["published"])
+
+    is_exact_count = row["target"] == "exact" and published.is_integer()
+    if is_exact_count:
+        rounding = 0.0
+    else:
+        rounding = float(half_unit(row["published"]))
+    distance = max(abs(computed - published) - rounding, 0)
+    return Reproduced(computed, error=distance / abs(published))
+
+
+def refuse_contradictions(inputs: str) -> None:
+    """Raise PlanError if the inputs of a row contradict each other."""
+    problems = contradictions(parse_inputs(inputs, number_type=Decimal))  # Decimal keeps the published digits
     if problems:
         text = "; ".join(problems)
         raise PlanError(f"the row contradicts itself: {text}.\nLook for a later version, or leave it out.")
 
-    inputs = prepared(tomllib.loads(inputs_as_toml)["row"])
-    quantity = look_up(QUANTITIES, row["quantity"], "quantity")
-    # A row may have more columns than its quantity takes: they are only checked against the others.
-    parameters_of_quantity = inspect.signature(quantity).parameters
-    arguments = {name: inputs[name] for name in parameters_of_quantity if name in inputs}
-    value = quantity(**arguments) / UNITS[row["unit"]]
 
-    published = float(row["published"])
-    distance = abs(value - published)
-    is_exact_count = row["target"] == "exact" and published.is_integer()
-    if not is_exact_count:
-        lost_by_rounding = float(half_unit(row["published"]))
-        distance = max(distance - lost_by_rounding, 0)
-    return Reproduced(value, error=distance / abs(published))
+def parse_inputs(inputs: str, number_type: Callable[[str], Any] = float) -> dict[str, Any]:
+    """Read the inputs of a row: {"model": "gpt-22b", "batch": 4} of 'model = "gpt-22b", batch = 4'.
+
+    They are the inside of an inline table of TOML. ``number_type`` makes a number of the text of a decimal fraction.
+    """
+    return tomllib.loads(f"row = {{{inputs}}}", parse_float=number_type)["row"]
+
+
+def compute(quantity: str, inputs: str) -> float:
+    """Compute a quantity, one of QUANTITIES, from the inputs of a row, in base units.
+
+    A row may have more inputs than the quantity needs. These serve only to find contradictions.
+    """
+    function = look_up(QUANTITIES, quantity, "quantity")
+    available = prepared(parse_inputs(inputs))
+    needed = inspect.signature(function).parameters
+    arguments = {name: value for name, value in available.items() if name in needed}
+    return function(**arguments)
 
 
 def prepared(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,9 @@ PRIOR = Constants(matmul=0.75, memory=0.8, in_node=0.78, between=0.75, launch=0.
 WIDTH = Constants(matmul=0.15, memory=0.15, in_node=0.05, between=0.25, launch=1.0)
 NOISE = 0.08  # the standard deviation of log(predicted / measured): a step is usually off by some 8 %
 GPUS_PER_NODE = 8
-ASSUMED_LINK = 12.5e9  # bytes a second: the network is not in the file, so a share of 100 Gb/s for each GPU is assumed
+# Bytes a second. The file does not name the network. In vTrain's configurations of these runs
+# (config/validation/multi), a node has 800 Gb/s, which its 8 GPUs share.
+LINK_BETWEEN = 12.5e9
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def step_of(row: dict[str, str]) -> Step:
         dtype="float16",
     )
     nodes = int(row["# GPUs"]) // GPUS_PER_NODE
-    cluster = Cluster(**{**PRESETS["a100"], "nodes": nodes, "link_between": ASSUMED_LINK})
+    cluster = Cluster(**{**PRESETS["a100"], "nodes": nodes, "link_between": LINK_BETWEEN})
     seconds = float(row["iteration time (ms)"]) / 1000
     return Step(model, layout.check(model), cluster, seconds)
 
@@ -128,12 +130,12 @@ def left_out(steps: Sequence[Step] = ()) -> list[LeftOut]:
 
 
 def unseen() -> LeftOut:
-    """Predict the steps of the size that the planner was made without, with the planner's own constants."""
+    """Predict the steps that the planner was made without, with the planner's own constants."""
     return predict(measured(UNSEEN), FITTED)
 
 
 def predict(steps: Sequence[Step], constants: Constants) -> LeftOut:
-    """Predict the steps of one model size with these constants, and compare them with the measured ones."""
+    """Predict the steps of one model size with these constants. They are of several layouts."""
     log_errors = np.array([step.log_error(constants) for step in steps])
     measured_seconds = np.array([step.seconds for step in steps])
     predicted_seconds = np.exp(log_errors) * measured_seconds

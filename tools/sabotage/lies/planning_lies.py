@@ -94,7 +94,7 @@ def the_planner_never_waits_for_a_stage(module: Any) -> None:
 
 @lie("15b", "bias|peak", module="helpers.planner.step_time")
 def the_planner_was_made_for_the_widest_products(module: Any) -> None:
-    """The planner lets products reach the share of the peak that they reach in the model nobody had looked at."""
+    """The planner lets products reach the share of the peak that fits the steps that nobody had looked at."""
     module.FITTED = dataclasses.replace(module.FITTED, matmul=0.81)
 
 
