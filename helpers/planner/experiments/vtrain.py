@@ -99,20 +99,20 @@ def fit(steps: Sequence[Step]) -> Constants:
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class PredictedSize:
     """A model size whose steps were predicted by a fit that saw none of them."""
 
     size: str
     gpus: int
     steps: int  # how many were measured
-    error: float  # the mean of |predicted / measured - 1|
+    mean_error: float  # the mean of |predicted / measured - 1|
     # How good the planner's choice is: the measured seconds of the layout that is predicted to be the fastest, divided
     # by the seconds of the layout that was measured to be the fastest. 1 is best.
-    picked: float
-    logs: list[float]  # log(predicted / measured) of each step
+    slowdown: float
+    log_errors: list[float]  # log(predicted / measured) of each step
 
 
-def left_out(steps: Sequence[Step] = ()) -> list[LeftOut]:
+def left_out(steps: Sequence[Step] = ()) -> list[PredictedSize]:
     """Predict the steps of each model size with constants that were fitted on the other sizes.
 
     steps: measured ones; by default those with which the planner was made. Each size was measured on one number of
@@ -129,39 +129,39 @@ def left_out(steps: Sequence[Step] = ()) -> list[LeftOut]:
     return results
 
 
-def unseen() -> LeftOut:
+def unseen() -> PredictedSize:
     """Predict the steps that the planner was made without, with the planner's own constants."""
     return predict(measured(UNSEEN), FITTED)
 
 
-def predict(steps: Sequence[Step], constants: Constants) -> LeftOut:
+def predict(steps: Sequence[Step], constants: Constants) -> PredictedSize:
     """Predict the steps of one model size with these constants. They are of several layouts."""
     log_errors = np.array([step.log_error(constants) for step in steps])
     measured_seconds = np.array([step.seconds for step in steps])
     predicted_seconds = np.exp(log_errors) * measured_seconds
     relative_errors = np.expm1(log_errors)  # predicted / measured - 1
     seconds_of_planners_choice = measured_seconds[predicted_seconds.argmin()]
-    return LeftOut(
+    return PredictedSize(
         size=steps[0].model.name,
         gpus=steps[0].layout.gpus,
         steps=len(steps),
-        error=float(np.abs(relative_errors).mean()),
-        picked=float(seconds_of_planners_choice / measured_seconds.min()),
-        logs=log_errors.tolist(),
+        mean_error=float(np.abs(relative_errors).mean()),
+        slowdown=float(seconds_of_planners_choice / measured_seconds.min()),
+        log_errors=log_errors.tolist(),
     )
 
 
-def mean_error(sizes: Sequence[LeftOut]) -> float:
+def mean_error_of_all(sizes: Sequence[PredictedSize]) -> float:
     """Mean of |predicted / measured - 1| over all steps."""
-    return sum(size.error * size.steps for size in sizes) / sum(size.steps for size in sizes)
+    return sum(size.mean_error * size.steps for size in sizes) / sum(size.steps for size in sizes)
 
 
-def interval_factor(sizes: Sequence[LeftOut]) -> float:
+def interval_factor(sizes: Sequence[PredictedSize]) -> float:
     """The factor by which at most COVERAGE of the left-out predictions are off: INTERVAL_FACTOR of step_time.py."""
-    logs: list[float] = []
+    log_errors: list[float] = []
     for size in sizes:
-        logs += size.logs
-    return factor_of_most(logs)
+        log_errors += size.log_errors
+    return factor_of_most(log_errors)
 
 
 def coverage() -> float:
@@ -174,7 +174,7 @@ def coverage() -> float:
     for size in left_out():
         steps_of_other_sizes = [step for step in measured() if step.model.name != size.size]
         log_factor = np.log(interval_factor(left_out(steps_of_other_sizes)))
-        for log_error in size.logs:
+        for log_error in size.log_errors:
             if abs(log_error) <= log_factor:
                 steps_inside += 1
     return steps_inside / len(measured())
