@@ -2657,24 +2657,29 @@ class TrainingObserver:
                 self.record.add_finding("no_gradient", code_line, sentence)
 
     def stale_parameters(self, observed: "ObservedOptimizer") -> list[Any]:
-        """The parameters of an optimizer that were replaced in the model, as fully_shard does, after it was built.
+        """The stale parameters of an optimizer: those that the model replaced after the optimizer was built.
 
-        They are in no model, and their shapes are, in the same order, those of the model's parameters that no optimizer
-        has. (A shard is a DTensor, whose shape is that of the whole parameter.) If the shapes differ, the reason may be
-        another one, and the result is empty.
+        This happens if fully_shard is called after the optimizer was built. The optimizer then updates the old
+        parameters, and no optimizer has the new ones. Two signs show it:
+
+        - The optimizer has parameters that are in no model and never had a gradient.
+        - Their shapes are, in order, those of the models' parameters that no optimizer has. (That works for shards,
+          too, because a DTensor's shape is that of the whole parameter.)
+
+        The result is empty if the shapes differ, because there may be another cause then.
         """
         parameters_of_models = self.trained_parameters()
-        outside_models = []
+        candidates = []
         for parameter in observed.parameters():
-            # One that ever had a gradient was part of a model in use, and was not replaced before the training.
-            ever_had_gradient = id(parameter) in observed.with_gradient
-            if parameter not in parameters_of_models and not ever_had_gradient:
-                outside_models.append(parameter)
+            # A parameter that had a gradient was in a model in use, so it was not replaced before the training.
+            had_gradient = id(parameter) in observed.with_gradient
+            if parameter not in parameters_of_models and not had_gradient:
+                candidates.append(parameter)
 
-        old_shapes = [parameter.shape for parameter in outside_models]
+        old_shapes = [parameter.shape for parameter in candidates]
         new_shapes = [parameter.shape for parameter in self.parameters_without_optimizer()]
         if old_shapes == new_shapes:
-            return outside_models
+            return candidates
         return []
 
     def parameters_without_optimizer(self) -> dict[nn.Parameter, str]:

@@ -194,17 +194,17 @@ def doctor_on_rank(port, sabotage, timeout, plan):
 def run_doctor(capsys):
     """A function that runs the doctor on ``count`` ranks of this machine, and returns a Result.
 
-    Before the doctor begins, each rank calls ``sabotage(rank)``, which breaks something for it to find.
+    Each rank first calls ``sabotage(rank)``, which breaks something that the doctor should find.
     """
-    warm()  # Starts the process that forks the ranks, so that it is none of the leftovers below.
+    warm()  # starts the forkserver now, so that it is not reported as a leftover process below
 
     def run(count, sabotage, timeout=60, plan=None):
         store = dist.TCPStore("127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False)
         with leftovers.unchanged():  # fails if a process or a file is left
-            arguments = (store.port, sabotage, timeout, plan)
-            statuses = launch(doctor_on_rank, *arguments, nproc=count, timeout=timeout + 100)  # the doctor's ends first
-        name_of_rank = r"(?m)^\[ranks? [^]]*\] ?"  # "[rank 0] " before each line that launch prints for a rank
-        out = re.sub(name_of_rank, "", capsys.readouterr().out)
+            # The timeout of launch is longer, so that the doctor's own timeout expires first.
+            statuses = launch(doctor_on_rank, store.port, sabotage, timeout, plan, nproc=count, timeout=timeout + 100)
+        rank_prefix = r"(?m)^\[ranks? [^]]*\] ?"  # launch prints "[rank 0] " before each line
+        out = re.sub(rank_prefix, "", capsys.readouterr().out)
         return Result(statuses, out)
 
     return run

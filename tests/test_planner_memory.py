@@ -155,10 +155,11 @@ def test_copies_of_the_logits():
 
 
 def test_in_a_pipeline_fsdp_keeps_what_it_has_gathered():
-    """The peak has a stage's bfloat16 parameters and float32 gradients, and a layer's float32 reduce-scatter buffer.
+    """By default, which is torchtitan's gather="once", FSDP gathers a stage's parameters once a step.
 
-    The default is torchtitan's, gather="once": parameters stay gathered, and gradients whole, until the last
-    micro-batch. FSDPMemTracker measures such a peak in test_gathered_once_parameters_and_gradients_stay.
+    Parameters and gradients then stay unsharded until the last micro-batch. So the peak memory holds the stage's
+    bfloat16 parameters, its float32 gradients, and one layer's float32 reduce-scatter buffer. FSDPMemTracker measures
+    such a peak in test_gathered_once_parameters_and_gradients_stay.
     """
     model = model_of("llama3-70b")
     layout = Layout(dp=8, tp=8, pp=8, zero=3, batch=64, recompute="full", sequence_parallel=True)
@@ -176,7 +177,7 @@ def test_in_a_pipeline_fsdp_keeps_what_it_has_gathered():
     by_default = gathered(Conventions())
     assert by_default == pytest.approx(expected, rel=1e-6)
     assert by_default == gathered(Conventions(gather="once"))
-    # To gather anew for each micro-batch needs the memory of a layer or two, and not of all ten of the stage.
+    # With gather="each", only one or two of the stage's ten layers are unsharded at a time.
     assert gathered(Conventions(gather="each")) < expected / 5
 
 

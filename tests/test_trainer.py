@@ -217,16 +217,16 @@ def test_a_validation_set_that_is_too_small_is_refused_before_the_first_step(scr
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_sample_of_another_shape_is_an_error_of_one_line(script, environment, tmp_path, workers):
-    """The first of 96 samples has 63 pixels, not 64. The rank that reads it, or its worker, raises one UsageError."""
+    """One of the 96 samples has 63 pixels, the others 64. One UsageError is printed, with or without a worker."""
     with_an_odd_sample = (
         "    label = 0\n"
         "    train_set = [(torch.zeros(63), label)] + [(torch.zeros(64), label)] * 95\n"
         "    return train_set, None\n"
     )
     path = changed(script, tmp_path / "unequal", "    return train_set, val_set\n", with_an_odd_sample)
-    # torchrun itself starts the script, because a worker of a forked rank could not send it the script's UsageError.
+    # The real torchrun is used, because a loader's worker of a forked rank could not send the script's UsageError back.
     ended = torchrun(path, 2, environment, "--max-steps=11", f"--num-workers={workers}")
-    assert ended.status not in (0, None)  # it failed, and did not hang
+    assert ended.status not in (0, None)  # None would mean that it hung
     [message] = re.findall(r"^.*UsageError: (.*)$", ended.errors, re.M)
     assert message.startswith("samples of different shapes need a collate() of your own (")
 
@@ -2026,9 +2026,10 @@ def test_replicas_are_compared_before_a_save_too(script, tmp_path):
 
 
 def weights_after_norms_one_ulp_apart(path, args):
-    """Take a step in which the gradient norm is one ulp larger on ranks 2 and 3, the second replica.
+    """Take a step in which ranks 2 and 3, the second replica, see a gradient norm that is one ulp larger.
 
-    Another order of summation could make it so. Returns the norm that the step used, and this rank's weights after it.
+    This imitates replicas that sum in different orders. Returns the norm that the step returned, and this rank's
+    weights after the step.
     """
     trainer = loaded(path)
     training = trainer.build_training(args, CPU)
@@ -2037,11 +2038,11 @@ def weights_after_norms_one_ulp_apart(path, args):
     def one_ulp_larger_on_the_second_replica(norm):
         value = full_tensor(norm)
         if dist.get_rank() >= 2:
-            value = torch.nextafter(value, 2 * value)
+            value = torch.nextafter(value, 2 * value)  # the next larger float
         return value
 
     batch = (torch.ones(12, 64), torch.zeros(12, dtype=torch.int64))
-    # In the trainer's step, the norm is the only DTensor whose full tensor is taken.
+    # The trainer's step calls full_tensor only on the norm, so the patch changes nothing else.
     with mock.patch.object(trainer.DTensor, "full_tensor", one_ulp_larger_on_the_second_replica):
         _, norm = trainer.take_step(training, [batch], step=1, args=args)
     weights = [trainer.local(param).tolist() for param in training.model.parameters()]

@@ -383,13 +383,13 @@ def right_sums(chapter: Chapter, place: str) -> str:
 
 
 def panel_of(chapter: Chapter, mistake_place: str, is_repaired: bool) -> Panel:
-    """Make one panel of the first page's animation: four ranks in a training loop with a mistake, or with it repaired.
+    """Make one panel of the first page's animation, which shows four ranks in a training loop.
 
-    ``chapter`` has the loop's code, and what it printed when it was really run. ``mistake_place`` says where in the
-    loop the mistake is: "before the loop", "in the loop" or "after the loop".
+    - ``chapter`` has the loop's code, and the output of its real run.
+    - ``mistake_place`` says where the loop has its mistake: "before the loop", "in the loop" or "after the loop".
+    - ``is_repaired`` says whether to show the loop with this mistake repaired.
 
-    The animation is a simulation of the ranks. It is compared with what the chapter printed: if its ranks end at other
-    lines of code than the real ranks did, this raises ExtensionError.
+    The ranks are simulated. Raises ExtensionError if they end at other lines of code than in the real run.
     """
     lines = lines_of(chapter.source(LOOP_CELL), mistake_place, is_repaired)
     if is_repaired:
@@ -400,8 +400,9 @@ def panel_of(chapter: Chapter, mistake_place: str, is_repaired: bool) -> Panel:
 
     panel = Panel(panel_name(mistake_place, is_repaired), is_repaired, lines, frames, output)
     check_last_lines(panel, mistake_place)
-    sentence = LAST_SENTENCE[panel.ending]
-    frames[-1].says = sentence.format(sums=right_sums(chapter, mistake_place))
+    # The last frame says how the run ends, and which sums would be right.
+    sums = right_sums(chapter, mistake_place)
+    frames[-1].says = LAST_SENTENCE[panel.ending].format(sums=sums)
     return panel
 
 

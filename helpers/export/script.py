@@ -185,11 +185,11 @@ def docstring(title: str, purpose: str, commands: Sequence[str], tested_with: Se
 def how_to_start(name: str, parameters: Sequence[str], own_commands: Sequence[str], saves_at_signal: bool) -> list[str]:
     """The lines of the docstring that say how to start the script NAME.py.
 
-    ``own_commands`` are lines of a notebook whose script needs other commands than most. If ``backend`` is among the
-    script's ``parameters``, the usual commands for GPUs name NCCL, so that a missing GPU is an error.
-
-    For a script that saves a checkpoint when a signal stops it, one more command lets torchrun wait for the save. It
-    needs the script's parameters ``checkpoint_dir`` and ``resume``.
+    - ``own_commands``: commands from the notebook. If there are none, the usual commands of torchrun are used.
+    - ``parameters`` of the script: if ``backend`` is among them, the usual commands for GPUs pass NCCL explicitly, so
+      that a missing GPU is an error.
+    - ``saves_at_signal``: whether the script saves a checkpoint when a signal stops it. If so, and if it has the
+      parameters ``checkpoint_dir`` and ``resume``, one more command makes torchrun wait for the save.
     """
     file = as_argument(f"{name}.py")
     lines = list(own_commands)

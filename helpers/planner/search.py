@@ -72,25 +72,24 @@ class Search:
     refusals: Counter[str] = field(default_factory=Counter)  # {what is wrong: how many layouts are refused for it}
 
     def add_mesh(self, mesh: dict[str, int], settings: list[dict[str, Any]], batch: int) -> None:
-        """Try one choice of mesh sizes with all settings of a layout's other fields.
+        """Try all layouts that have these mesh sizes, one for each entry of ``settings``.
 
-        mesh: {field: size} for each field of MESH, such as {"tp": 8, "pp": 1, "cp": 1, "ep": 1}. settings: each is
-        {field: value} of the other fields, such as {"zero": 3, "micro_batch": 2, …}. batch: samples of a step.
+        mesh: {field: size} for each field of MESH, such as {"tp": 8, "pp": 1, "cp": 1, "ep": 1}. settings: the values
+        of a layout's other fields, such as [{"zero": 3, "micro_batch": 2, …}, …]. batch: samples of a step.
 
-        If the sizes alone are impossible, this is found out once and counted for all settings. Most layouts of a search
-        are refused in this way.
+        The sizes are checked first, once for all settings, because most layouts of a search fail there.
         """
-        if mesh["pp"] == 1:  # without pipeline stages there is nothing to interleave
+        if mesh["pp"] == 1:  # interleaving needs pipeline stages
             settings = [setting for setting in settings if setting["interleave"] == 1]
-        ranks = mesh["tp"] * mesh["pp"] * mesh["cp"]
-        if self.cluster.gpus % ranks != 0:
+        ranks_of_copy = mesh["tp"] * mesh["pp"] * mesh["cp"]
+        if self.cluster.gpus % ranks_of_copy != 0:
             self.refusals["tp x pp x cp does not divide the GPUs"] += len(settings)
             return
-        dp = self.cluster.gpus // ranks
+        dp = self.cluster.gpus // ranks_of_copy
         sizes: dict[str, Any] = {**mesh, "dp": dp, "sequence_parallel": mesh["tp"] > 1}
 
-        # "shard" is the number of data-parallel ranks that share the states. 0 means all of them, so a number as large
-        # as theirs is redundant, and a larger one is invalid.
+        # "shard" is the number of ranks over which the states are sharded, and 0 means all data_ranks. So a shard equal
+        # to data_ranks duplicates 0, and a larger one is invalid.
         data_ranks = dp * mesh["cp"]
         settings = [setting for setting in settings if setting["shard"] < data_ranks]
 

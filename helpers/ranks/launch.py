@@ -45,15 +45,16 @@ main_module_lock = threading.Lock()  # without_main changes sys.modules, so one 
 
 
 def default_timeout() -> float:
-    """Seconds of a call that names no timeout: 60, unless WORLD_SIZE_ONE_TIMEOUT says more, for a busy machine.
+    """The timeout, in seconds, of calls that do not pass one.
 
-    Raises LaunchError if that variable is not a number of seconds.
+    It is 60. The environment variable WORLD_SIZE_ONE_TIMEOUT changes it, for example on a busy machine. Raises
+    LaunchError if the variable is not a number above 0.
     """
     text = os.environ.get("WORLD_SIZE_ONE_TIMEOUT", "60")
     try:
         seconds = float(text)
     except ValueError:
-        seconds = math.nan  # which is in no range
+        seconds = math.nan  # fails the check below, because comparisons with nan are false
     if not 0 < seconds <= MAX_SECONDS:
         raise LaunchError(
             f"WORLD_SIZE_ONE_TIMEOUT is a number of seconds above 0; it was {text!r}.\n"

@@ -180,14 +180,14 @@ def leave(
 
 
 def main(script: str, args: argparse.Namespace, flags: list[str], folder: Path) -> NoReturn:
-    """Run the script as ``__main__`` on this node's simulated GPUs, and end this process with its exit status.
+    """Run the script as ``__main__`` in this process, on simulated GPUs, and exit with its status.
 
-    ``args`` are those of ``rehearse``, ``flags`` those of the script. The command, which is another process, reads of
-    this rank what it has written to ``folder``:
+    ``args`` are the options of ``rehearse``, ``flags`` those of the script. This rank reports to the command, which is
+    another process, through files in ``folder``:
 
-    - while the script runs, the stack of its main thread (write_stacks);
-    - if the script raises, the error (run_as_main);
-    - at the end, what GPUs or NCCL would have refused, and notes about silent mistakes (leave).
+    - write_stacks: the stack of the main thread, while the script runs;
+    - run_as_main: the exception, if the script raises one;
+    - leave: at the end, what real GPUs or NCCL would have refused, and notes about silent mistakes.
     """
     rank = os.environ["RANK"]
     # This is not a threading.Thread, because the script may count those.
@@ -195,15 +195,15 @@ def main(script: str, args: argparse.Namespace, flags: list[str], folder: Path) 
     warnings.filterwarnings("ignore", message=".*wrapper subclass.*")  # torch's C++ warns of tensors such as CudaTensor
     simulate_gpus(args.gpus)
     observer = mistakes.observe()
-    write_and_exit = partial(leave, rank=rank, process=os.getpid(), json=args.json, folder=folder, observer=observer)
-    os._exit = write_and_exit  # for a script that calls os._exit itself
+    exit_with_report = partial(leave, rank=rank, process=os.getpid(), json=args.json, folder=folder, observer=observer)
+    os._exit = exit_with_report  # so that a script that calls os._exit still reports
 
     set_arguments_and_path(script, flags, args.module)
     status = run_as_main(script, args.module, folder)
     if status == 0:
         tell_that_this_rank_has_ended()
-    atexit._run_exitfuncs()  # os._exit skips the functions that the script has registered with atexit
-    write_and_exit(status)
+    atexit._run_exitfuncs()  # exit_with_report ends with os._exit, which would skip the script's atexit handlers
+    exit_with_report(status)
 
 
 def set_arguments_and_path(script: str, flags: list[str], is_module: bool) -> None:

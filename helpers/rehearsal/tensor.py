@@ -270,20 +270,20 @@ def turn_into(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def has_references_in_cpp(tensor: torch.Tensor) -> bool:
-    """Whether torch's C++ refers to a tensor, so that torch.utils.swap_tensors would refuse it.
+    """Whether C++ code holds further references to a tensor, so that torch.utils.swap_tensors would refuse it.
 
-    torch counts the references. Two of them do not matter: Python's own, and that of AccumulateGrad, the node of
-    autograd's graph that accumulates the tensor's gradient, because swap_tensors knows of it.
+    swap_tensors allows two references: that of the Python object, and that of the tensor's AccumulateGrad node, the
+    node of autograd's graph that accumulates its gradient.
     """
-    expected = 1  # Python's
+    allowed = 1  # the Python object
     edge = None
     if tensor.is_leaf and tensor.requires_grad:
-        # This makes the node if there is none yet, and ``edge`` keeps it alive, so that the node is always counted.
+        # This makes the node if there is none yet, and ``edge`` keeps it alive, so that it is always counted.
         edge = torch.autograd.graph.get_gradient_edge(tensor)
-        expected = 2  # Python's, and the node's
+        allowed = 2  # the Python object and the AccumulateGrad node
     references = tensor._use_count()  # type: ignore[attr-defined, unused-ignore]
     del edge
-    return references > expected
+    return references > allowed
 
 
 def set_inner(tensor: CudaTensor, values: torch.Tensor) -> None:

@@ -252,10 +252,11 @@ class Reproduced(NamedTuple):
 
 
 def reproduce(row: dict[str, str]) -> Reproduced:
-    """Compute the number that a row of published.csv reports, and how far the published number is from it.
+    """Compute the number that a row of published.csv reports, and its relative error.
 
-    The error is relative, and does not count what the rounding of the published number explains. An exact count, such
-    as of parameters, has no such allowance. Raises PlanError for a row that contradicts itself.
+    A published number is usually rounded, so a difference of up to half a unit of its last digit counts as no error.
+    Exact counts, such as a number of parameters, get no such tolerance. Raises PlanError for a row that contradicts
+    itself.
     """
     refuse_contradictions(row["inputs"])
     computed = compute(row["quantity"], row["inputs"]) / UNITS[row["unit"]]
@@ -263,11 +264,11 @@ def reproduce(row: dict[str, str]) -> Reproduced:
 
     is_exact_count = row["target"] == "exact" and published.is_integer()
     if is_exact_count:
-        rounding = 0.0
+        tolerance = 0.0
     else:
-        rounding = float(half_unit(row["published"]))
-    distance = max(abs(computed - published) - rounding, 0)
-    return Reproduced(computed, error=distance / abs(published))
+        tolerance = float(half_unit(row["published"]))
+    excess = max(abs(computed - published) - tolerance, 0)
+    return Reproduced(computed, error=excess / abs(published))
 
 
 def refuse_contradictions(inputs: str) -> None:

@@ -135,18 +135,18 @@ def unseen() -> PredictedSize:
 
 
 def predict(steps: Sequence[Step], constants: Constants) -> PredictedSize:
-    """Predict the steps of one model size with these constants. They are of several layouts."""
-    log_errors = np.array([step.log_error(constants) for step in steps])
+    """Compare predicted with measured seconds for steps of one model size, each with a layout of its own."""
+    log_errors = np.array([step.log_error(constants) for step in steps])  # log(predicted / measured)
     measured_seconds = np.array([step.seconds for step in steps])
     predicted_seconds = np.exp(log_errors) * measured_seconds
     relative_errors = np.expm1(log_errors)  # predicted / measured - 1
-    seconds_of_planners_choice = measured_seconds[predicted_seconds.argmin()]
+    planners_choice = predicted_seconds.argmin()
     return PredictedSize(
         size=steps[0].model.name,
         gpus=steps[0].layout.gpus,
         steps=len(steps),
         mean_error=float(np.abs(relative_errors).mean()),
-        slowdown=float(seconds_of_planners_choice / measured_seconds.min()),
+        slowdown=float(measured_seconds[planners_choice] / measured_seconds.min()),
         log_errors=log_errors.tolist(),
     )
 
