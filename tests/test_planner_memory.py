@@ -167,18 +167,17 @@ def test_in_a_pipeline_fsdp_keeps_what_it_has_gathered():
     stage_size = stage_parameters(model, layout, stage)
     layer_size = stage_size / len(layout.layers_of(model, stage))
 
-    def gathered(conventions):
-        return memory(model, layout, conventions)[stage]["gathered"]
-
     parameters = BFLOAT16_BYTES * stage_size
     gradients = FLOAT32_BYTES * stage_size
     reduce_scatter_buffer = FLOAT32_BYTES * layer_size
-    expected = parameters + gradients + reduce_scatter_buffer
-    by_default = gathered(Conventions())
-    assert by_default == pytest.approx(expected, rel=1e-6)
-    assert by_default == gathered(Conventions(gather="once"))
+    by_default = memory(model, layout, Conventions())
+    gathered = by_default[stage]["gathered"]
+    assert gathered == pytest.approx(parameters + gradients + reduce_scatter_buffer, rel=1e-6)
+    assert by_default == memory(model, layout, Conventions(gather="once"))  # all stages, and all kinds of memory
+
     # With gather="each", only one or two of the stage's ten layers are unsharded at a time.
-    assert gathered(Conventions(gather="each")) < expected / 5
+    for_each_micro_batch = memory(model, layout, Conventions(gather="each"))
+    assert for_each_micro_batch[stage]["gathered"] < gathered / 5
 
 
 def test_experts_that_no_other_rank_has_are_not_gathered():
